@@ -1,0 +1,1 @@
+"""The mixle CausalLM as a TorchTitan train spec; see README.md."""
