@@ -1,1 +1,26 @@
-"""The mixle CausalLM as a TorchTitan train spec; see README.md."""
+"""The mixle CausalLM as a TorchTitan train spec.
+
+Importing this package registers the model as `model.name = "mixle"` and, on a machine without an accelerator, lets
+TorchTitan run on the CPU. The command line tool does without both until a command needs them: importing torchtitan
+takes seconds.
+"""
+
+import sys
+from pathlib import Path
+
+
+def _set_up() -> None:
+    from torchtitan_mixle import device, errors, spec
+
+    if not device.has_accelerator():
+        device.install_cpu_device()
+    errors.show_config_errors_as_one_line()
+    spec.register()
+
+
+_is_command_line_tool = Path(sys.argv[0] if sys.argv else "").name == "torchtitan-mixle" or sys.orig_argv[1:3] == [
+    "-m",
+    __name__,
+]
+if not _is_command_line_tool:
+    _set_up()

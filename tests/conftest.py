@@ -1,0 +1,13 @@
+from collections.abc import Iterator
+
+import pytest
+
+from tests.ranks import RankPool
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Four gloo processes, for every test that needs real ranks."""
+    pool = RankPool(4)
+    yield pool
+    pool.close()

@@ -1,0 +1,115 @@
+"""Jobs of the debug config, and functions that run them on a rank of the pool."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+ROOT = Path(__file__).parents[1]
+DEBUG_CONFIG = ROOT / "train_configs" / "mixle_debug.toml"
+
+TINY = {
+    "training.seq_len": 32,
+    "training.local_batch_size": 2,
+    "training.global_batch_size": 8,
+    "training.steps": 5,
+    "training.max_norm": 1e9,
+    "lr_scheduler.warmup_steps": 0,
+    "metrics.log_freq": 1,
+    "metrics.enable_tensorboard": False,
+    "validation.enable": False,
+    "checkpoint.enable": False,
+    "debug.seed": 42,
+}
+"""Small steps of the debug model whose gradient norm is reported unclipped."""
+
+
+def flags(overrides: dict[str, Any]) -> list[str]:
+    """TorchTitan's command line for overrides: {"training.steps": 5} -> ["--training.steps", "5"]."""
+    words: list[str] = []
+    for key, value in overrides.items():
+        if isinstance(value, bool):
+            section, name = key.rsplit(".", 1)
+            words.append(f"--{key}" if value else f"--{section}.no-{name}")
+        else:
+            words += [f"--{key}", str(value)]
+    return words
+
+
+def job_config(overrides: dict[str, Any], config: Path = DEBUG_CONFIG) -> Any:
+    from torchtitan.config import ConfigManager
+
+    return ConfigManager().parse_args(["--job.config_file", str(config), *flags(overrides)])
+
+
+def build_trainer(overrides: dict[str, Any]) -> Any:
+    """A real TorchTitan trainer inside this rank's process group."""
+    from torchtitan.train import Trainer
+
+    return Trainer(job_config(overrides))
+
+
+def train(overrides: dict[str, Any]) -> list[dict[str, Any]]:
+    """Run a whole job as TorchTitan does; the lines of metrics.jsonl (on every rank, as rank 0 wrote them)."""
+    trainer = build_trainer(overrides)
+    trainer.train()
+    trainer.close()
+    return read_lines(Path(overrides["job.dump_folder"]) / "metrics.jsonl")
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole tensor, on every rank."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.detach().clone()
+
+
+def steps_with_gradients(overrides: dict[str, Any]) -> dict[str, Any]:
+    """Initial weights, per-step loss and pre-clip norm, step-1 gradients, and the ids each step's batches held."""
+    from torchtitan_mixle.model.init import plain_name
+
+    trainer = build_trainer(overrides)
+    model = trainer.model_parts[0]
+    initial = {plain_name(name): full(p) for name, p in model.state_dict().items()}
+    gradients: dict[str, Tensor] = {}
+    ids: list[list[int]] = []
+
+    def keep_gradients(*_: Any) -> None:
+        if not gradients:
+            gradients.update({plain_name(n): full(p.grad) for n, p in model.named_parameters() if p.grad is not None})
+
+    trainer.optimizers.register_step_pre_hook(keep_gradients)
+    log: list[tuple[float, float]] = []
+    report = trainer.metrics_processor.log
+    trainer.metrics_processor.log = lambda step, loss, max_loss, norm, **kw: (
+        log.append((loss, norm)),
+        report(step, loss, max_loss, norm, **kw),
+    )
+    batches = trainer.batch_generator(_watch(trainer.dataloader, ids))
+    while trainer.should_continue_training():
+        trainer.step += 1
+        trainer.train_step(batches)
+    trainer.close()
+    return {
+        "initial": initial,
+        "gradients": gradients,
+        "loss": [loss for loss, _ in log],
+        "grad_norm": [norm for _, norm in log],
+        "batches": ids,
+        "optimizer_parameters": sum(p.numel() for o in trainer.optimizers for g in o.param_groups for p in g["params"]),
+        "final": {plain_name(name): full(p) for name, p in model.state_dict().items()},
+    }
+
+
+def _watch(loader: Any, seen: list[list[int]]) -> Any:
+    """Pass batches on and note each sample's tokens as one hashable row."""
+    for inputs, labels in loader:
+        seen += torch.cat([inputs["input"], labels[:, -1:]], dim=1).tolist()
+        yield inputs, labels

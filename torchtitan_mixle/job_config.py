@@ -1,0 +1,47 @@
+# No `from __future__ import annotations` here: TorchTitan merges these classes by their evaluated types.
+"""The `[mixle]` section of the TOML, and the few TorchTitan defaults that this model changes.
+
+A config file asks for it with `job.custom_config_module = "torchtitan_mixle.job_config"`.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Mixle:
+    """What TorchTitan's own sections have no key for."""
+
+    vocab_size: int | None = None
+    """Rows of the tied token matrix; unset: the flavor's."""
+
+    block: int | None = None
+    """Rows of the position table, the longest sequence; unset: the flavor's."""
+
+    mup_attention: bool = False
+    """Scale attention scores by 1/head_dim instead of 1/sqrt(head_dim), as a mixle model under muP does."""
+
+    mup_output_multiplier: float = 1.0
+    """Factor on the logits of a freshly initialised model (a loaded checkpoint brings its own)."""
+
+    peak_tflops: float | None = None
+    """Dense peak of one device in TFLOP/s, for MFU on a device that is not in the table, or to overrule the table."""
+
+
+@dataclass
+class Model:
+    hf_assets_path: str = "."
+    """Folder with a tokenizer.json, for Hugging Face data sets; other data sets bring their tokenizer."""
+
+
+@dataclass
+class Checkpoint:
+    last_save_model_only: bool = False
+    """Whether the last checkpoint holds the weights alone; such a run cannot be continued."""
+
+
+@dataclass
+class JobConfig:
+    mixle: Mixle = field(default_factory=Mixle)
+    """The mixle CausalLM"""
+    model: Model = field(default_factory=Model)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)

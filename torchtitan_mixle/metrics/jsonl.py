@@ -1,0 +1,55 @@
+"""One JSON object a line, each step once, across any number of starts of the same run."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class StepLog:
+    """Appends records that have a "step" to a file.
+
+    The first record tells where this start of the run resumed: earlier records of that step or a later one were made
+    by a start that was cut off after its last checkpoint, and are moved to `<name>.superseded.jsonl`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._started = False
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write one record at once, so that a killed run loses none. Infinities and NaN become null (JSON has none)."""
+        if not self._started:
+            self._supersede_from(int(record["step"]))
+            self._started = True
+        line = json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    def _supersede_from(self, step: int) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not self.path.exists():
+            return
+        lines = self.path.read_text(encoding="utf-8").splitlines()
+        kept = [line for line in lines if _step_of(line) < step]
+        dropped = [line for line in lines if _step_of(line) >= step]
+        if not dropped:
+            return
+        with self.path.with_suffix(".superseded.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(line + "\n" for line in dropped)
+        rewritten = self.path.with_suffix(".tmp")
+        rewritten.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        rewritten.replace(self.path)
+
+
+def _step_of(line: str) -> float:
+    """The record's step; a line that a crash cut short counts as later than any step."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

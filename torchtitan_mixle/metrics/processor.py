@@ -1,0 +1,155 @@
+"""What a run reports: the console line, TensorBoard, and metrics.jsonl in the dump folder."""
+
+import logging
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+
+from torchtitan_mixle.metrics.counting import flops_per_token
+from torchtitan_mixle.metrics.hardware import peak_flops
+from torchtitan_mixle.metrics.jsonl import StepLog
+from torchtitan_mixle.model.args import CausalLMArgs
+
+logger = logging.getLogger(__name__)
+
+
+def build_metrics_processor(
+    job_config: JobConfig, parallel_dims: ParallelDims, model_args: CausalLMArgs, tag: str | None = None
+) -> "CausalLMMetrics":
+    """TorchTitan's `build_metrics_processor_fn`."""
+    _hide_upstream_peak()
+    return CausalLMMetrics(job_config, parallel_dims, model_args, tag)
+
+
+class CausalLMMetrics(MetricsProcessor):
+    """TorchTitan's processor with true throughput and utilisation: no peak is assumed for a device that is unknown."""
+
+    def __init__(
+        self, job_config: JobConfig, parallel_dims: ParallelDims, model_args: CausalLMArgs, tag: str | None = None
+    ) -> None:
+        super().__init__(job_config, parallel_dims, tag)
+        self.flops = flops_per_token(model_args, job_config.training.seq_len)
+        self.peak = self._device_peak(job_config.mixle.peak_tflops)
+        folder = Path(job_config.job.dump_folder)
+        is_writer = dist.get_rank() == 0
+        self.train_log = StepLog(folder / "metrics.jsonl") if is_writer else None
+        self.validation_log = StepLog(folder / "validation.jsonl") if is_writer else None
+
+    def _device_peak(self, override_tflops: float | None) -> float | None:
+        name = self.device_memory_monitor.device_name
+        peak = override_tflops * 1e12 if override_tflops is not None else peak_flops(name)
+        if peak is None:
+            logger.info("MFU is not reported: no peak rate is known for %r; [mixle] peak_tflops gives one", name)
+        else:
+            logger.info("MFU is against %.1f TFLOP/s for %s", peak / 1e12, name)
+        return peak
+
+    def log(
+        self,
+        step: int,
+        global_avg_loss: float,
+        global_max_loss: float,
+        grad_norm: float,
+        extra_metrics: dict[str, Any] | None = None,
+    ) -> None:
+        """Report a step; `grad_norm` is the norm before clipping. Rates are over the time since the last report."""
+        extra = extra_metrics or {}
+        seconds = time.perf_counter() - self.time_last_log
+        rates = self._rates(seconds)
+        memory = self.device_memory_monitor.get_peak_stats()
+        loading_pct = 100 * sum(self.data_loading_times) / seconds
+        self.logger.log(
+            {
+                "loss_metrics/global_avg_loss": global_avg_loss,
+                "loss_metrics/global_max_loss": global_max_loss,
+                "grad_norm": grad_norm,
+                "throughput(tps)": rates["tokens_per_second_per_device"],
+                "time_metrics/data_loading(%)": loading_pct,
+                "memory/max_active(GiB)": memory.max_active_gib,
+                "memory/max_reserved(GiB)": memory.max_reserved_gib,
+                "tflops": rates["tflops_per_device"],
+                **({"mfu(%)": rates["mfu_pct"]} if "mfu_pct" in rates else {}),
+                **extra,
+            },
+            step,
+        )
+        if self.train_log is not None:
+            self.train_log.append(
+                {
+                    "step": step,
+                    "loss": global_avg_loss,
+                    "max_loss": global_max_loss,
+                    "grad_norm": grad_norm,
+                    "lr": extra.get("lr"),
+                    "tokens_seen": int(extra.get("n_tokens_seen", 0)),
+                    **rates,
+                    "data_loading_pct": loading_pct,
+                    "memory_gib": memory.max_reserved_gib,
+                }
+            )
+        self._print_step(step, global_avg_loss, grad_norm, rates, memory.max_reserved_gib)
+        self._restart_interval()
+
+    def _rates(self, seconds: float) -> dict[str, float]:
+        dims = self.parallel_dims
+        global_rate = self.ntokens_since_last_log * dims.dp_replicate * dims.dp_shard / seconds
+        per_device = global_rate / dims.world_size
+        rates = {
+            "tokens_per_second": global_rate,
+            "tokens_per_second_per_device": per_device,
+            "tflops_per_device": self.flops.total * per_device / 1e12,
+        }
+        if self.peak is not None:
+            rates["mfu_pct"] = 100 * self.flops.total * per_device / self.peak
+            rates["mfu_causal_pct"] = 100 * self.flops.causal_total * per_device / self.peak
+        return rates
+
+    def _print_step(self, step: int, loss: float, grad_norm: float, rates: dict[str, float], memory_gib: float) -> None:
+        color = self.color
+        mfu = f"  {color.magenta}mfu: {rates['mfu_pct']:.2f}%" if "mfu_pct" in rates else ""
+        logger.info(
+            f"{color.red}step: {step:2}  {color.green}loss: {loss:8.5f}  {color.orange}grad_norm: {grad_norm:7.4f}  "
+            f"{color.turquoise}memory: {memory_gib:5.2f}GiB  "
+            f"{color.blue}tokens/s: {rates['tokens_per_second']:,.0f}  "
+            f"{color.cyan}tflops: {rates['tflops_per_device']:,.2f}{mfu}{color.reset}"
+        )
+
+    def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
+        """Report the token-weighted validation loss. Its time counts neither for the step before nor the one after."""
+        perplexity = math.exp(min(loss, 700.0))
+        self.logger.log({"validation_metrics/loss": loss, **(extra_metrics or {})}, step)
+        if self.validation_log is not None:
+            self.validation_log.append({"step": step, "loss": loss, "perplexity": perplexity, **(extra_metrics or {})})
+        color = self.color
+        logger.info(
+            f"{color.yellow}validate step: {step:2}  {color.green}loss: {loss:8.5f}  "
+            f"{color.turquoise}perplexity: {perplexity:,.3f}{color.reset}"
+        )
+
+    def _restart_interval(self) -> None:
+        self.ntokens_since_last_log = 0
+        self.data_loading_times.clear()
+        self.time_last_log = time.perf_counter()
+        self.device_memory_monitor.reset_peak_stats()
+
+
+class _UpstreamPeakFilter(logging.Filter):
+    """Drops TorchTitan's lines about a peak rate, which fall back to an A100's for devices it does not know."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = str(record.msg)
+        return not text.startswith(
+            ("Peak FLOPS used for computing MFU", "Peak flops undefined for", "Error running lspci")
+        )
+
+
+def _hide_upstream_peak() -> None:
+    root = logging.getLogger()  # TorchTitan's logger is the root logger
+    if not any(isinstance(f, _UpstreamPeakFilter) for f in root.filters):
+        root.addFilter(_UpstreamPeakFilter())

@@ -1,0 +1,84 @@
+"""TorchTitan's `parallelize_fn`: activation checkpointing, then compile, then data parallelism."""
+
+import logging
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import apply_ac
+
+from torchtitan_mixle.model.model import CausalLM
+
+logger = logging.getLogger(__name__)
+
+# Selective checkpointing by op keeps what is dear to compute again and recomputes the rest.
+_SAVED_OPS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_attention_math.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+}
+
+
+def parallelize(model: CausalLM, parallel_dims: ParallelDims, job_config: JobConfig) -> CausalLM:
+    """Prepare `model` (on the meta device) for this rank. The order matters: each step wraps what the last one left."""
+    compile_model = job_config.compile.enable and "model" in job_config.compile.components
+    if job_config.activation_checkpoint.mode != "none":
+        apply_ac(
+            model,
+            job_config.activation_checkpoint,
+            model_compile_enabled=compile_model,
+            op_sac_save_list=_SAVED_OPS,
+            base_folder=job_config.job.dump_folder,
+        )
+    if compile_model:
+        apply_compile(model, backend=job_config.compile.backend)
+    if parallel_dims.fsdp_enabled:
+        apply_fsdp(model, parallel_dims, job_config)
+    return model
+
+
+def apply_compile(model: CausalLM, *, backend: str) -> None:
+    """Compile block by block: the blocks are alike, so one compilation serves all. Names stay as they are."""
+    for block in model.blocks.values():
+        block.compile(backend=backend, fullgraph=True)
+
+
+def apply_fsdp(model: CausalLM, parallel_dims: ParallelDims, job_config: JobConfig) -> None:
+    """FSDP2 over the shard axis, HSDP where there is a replicate axis too.
+
+    One group a block. Everything else is the root group: embedding and head are one parameter and must be in one
+    group, and the root, which is gathered first and used last, is where that costs nothing extra.
+    """
+    axes = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
+    training = job_config.training
+    mesh: DeviceMesh = parallel_dims.get_mesh(axes)
+    policy = MixedPrecisionPolicy(
+        param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+        reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
+    )
+    offload = CPUOffloadPolicy() if training.enable_cpu_offload else OffloadPolicy()
+    reshard = job_config.parallelism.fsdp_reshard_after_forward
+    for block in model.blocks.values():
+        fully_shard(
+            block, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard != "never"
+        )
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard == "always")
+    _sum_gradients(model)
+    logger.info("Applied %s over %s ranks", "HSDP" if len(axes) == 2 else "FSDP", mesh.size())
+
+
+def _sum_gradients(model: CausalLM) -> None:
+    """Add gradients over ranks instead of averaging: the loss is already divided by the step's global token count.
+
+    A divide factor of 1 alone would become NCCL's pre-multiplied sum, which gloo refuses.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)

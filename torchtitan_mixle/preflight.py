@@ -1,0 +1,79 @@
+"""What can be known to be wrong with a job before anything is built."""
+
+from pathlib import Path
+
+import torch.distributed as dist
+from torchtitan.config import JobConfig
+from torchtitan.hf_datasets.text_datasets import DATASETS as HF_DATASETS
+
+from torchtitan_mixle.data.datasets import check_dataset_name, is_token_source, open_source
+from torchtitan_mixle.data.loader import samples_per_epoch
+from torchtitan_mixle.errors import ConfigError
+from torchtitan_mixle.model.args import CausalLMArgs, args_of
+from torchtitan_mixle.planning.check import RunPlan, check_plan, check_seq_len
+
+
+def run_plan(job_config: JobConfig, world_size: int) -> RunPlan:
+    """The job's sizes as the plan check wants them."""
+    training, parallelism = job_config.training, job_config.parallelism
+    return RunPlan(
+        world_size=world_size,
+        seq_len=training.seq_len,
+        local_batch_size=training.local_batch_size,
+        global_batch_size=training.global_batch_size,
+        data_parallel_replicate_degree=parallelism.data_parallel_replicate_degree,
+        data_parallel_shard_degree=parallelism.data_parallel_shard_degree,
+        tensor_parallel_degree=parallelism.tensor_parallel_degree,
+        pipeline_parallel_degree=parallelism.pipeline_parallel_degree,
+        context_parallel_degree=parallelism.context_parallel_degree,
+        expert_parallel_degree=parallelism.expert_parallel_degree,
+    )
+
+
+def check_job(job_config: JobConfig) -> None:
+    """Raise ConfigError on every rank for a job that cannot run. Needs no communication: all ranks see the same."""
+    args = args_of(job_config)
+    plan = run_plan(job_config, dist.get_world_size())
+    check_plan(args, plan)
+    _check_training_data(job_config, args, plan)
+    if job_config.validation.enable:
+        _check_validation(job_config, args)
+
+
+def _check_training_data(job_config: JobConfig, args: CausalLMArgs, plan: RunPlan) -> None:
+    training = job_config.training
+    check_dataset_name(training.dataset, key="training.dataset")
+    if not is_token_source(training.dataset):
+        _check_hf_path(training.dataset, training.dataset_path, key="training.dataset_path")
+        return
+    source = open_source(training.dataset, training.dataset_path, "train")
+    source.check_ids(args.vocab_size)
+    available = samples_per_epoch(source, training.seq_len)
+    if plan.samples_per_step > available:
+        raise ConfigError(
+            f"a step of {plan.samples_per_step} samples of training.seq_len={training.seq_len} tokens is more than the "
+            f"{available} samples ({source.n_tokens} tokens) of {source.name}; lower training.global_batch_size, "
+            f"training.local_batch_size or training.seq_len"
+        )
+
+
+def _check_validation(job_config: JobConfig, args: CausalLMArgs) -> None:
+    validation = job_config.validation
+    check_dataset_name(validation.dataset, key="validation.dataset")
+    check_seq_len(args, validation.seq_len, key="validation.seq_len")
+    if is_token_source(validation.dataset):
+        source = open_source(validation.dataset, validation.dataset_path, "validation")
+        source.check_ids(args.vocab_size)
+        return
+    _check_hf_path(validation.dataset, validation.dataset_path, key="validation.dataset_path")
+    if validation.steps == -1:
+        raise ConfigError(
+            f"validation.steps=-1 (all data) needs a data set of known length, which {validation.dataset!r} is not; "
+            f"set validation.steps to a positive number"
+        )
+
+
+def _check_hf_path(dataset: str, path: str | None, *, key: str) -> None:
+    default = HF_DATASETS[dataset].path
+    if path is not None and not Path(path).exists():
+        raise ConfigError(f"{key}={path!r} does not exist; it replaces {default!r} for the data set {dataset!r}")

@@ -1,0 +1,104 @@
+"""The TrainSpec: which of our parts, and which of TorchTitan's, make a training run."""
+
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.loss import build_cross_entropy_loss
+from torchtitan.components.lr_scheduler import build_lr_schedulers
+from torchtitan.components.optimizer import build_optimizers
+from torchtitan.components.tokenizer import BaseTokenizer, build_hf_tokenizer
+from torchtitan.config import JobConfig
+from torchtitan.hf_datasets.text_datasets import build_text_dataloader
+from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
+
+from torchtitan_mixle.data.datasets import is_token_source, open_source
+from torchtitan_mixle.data.loader import GlobalOrderLoader, TrainingSamples
+from torchtitan_mixle.errors import ConfigError
+from torchtitan_mixle.metrics.processor import build_metrics_processor
+from torchtitan_mixle.model.args import FlavorArgs, args_of
+from torchtitan_mixle.model.model import CausalLM
+from torchtitan_mixle.parallel.parallelize import parallelize
+from torchtitan_mixle.preflight import check_job
+from torchtitan_mixle.validate import build_validator
+
+NAME = "mixle"
+
+
+def build_tokenizer(job_config: JobConfig) -> BaseTokenizer | None:
+    """The tokenizer of a Hugging Face text data set; token streams need none.
+
+    TorchTitan's first call with the job's config, so the place for the start-up check.
+    """
+    check_job(job_config)
+    datasets = [job_config.training.dataset]
+    if job_config.validation.enable:
+        datasets.append(job_config.validation.dataset)
+    if all(is_token_source(dataset) for dataset in datasets):
+        return None
+    return _hf_tokenizer(job_config)
+
+
+def _hf_tokenizer(job_config: JobConfig) -> BaseTokenizer:
+    path = job_config.model.hf_assets_path
+    try:
+        tokenizer: BaseTokenizer = build_hf_tokenizer(job_config)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"model.hf_assets_path={path!r}: no tokenizer can be read there ({error}); "
+            f"the data set {job_config.training.dataset!r} needs a folder with a tokenizer.json"
+        ) from error
+    args = args_of(job_config)
+    size = tokenizer.get_vocab_size()
+    if size > args.vocab_size:
+        raise ConfigError(
+            f"the tokenizer at model.hf_assets_path={path!r} has {size} tokens, more than the model's vocabulary size "
+            f"V={args.vocab_size}; set [mixle] vocab_size={size}"
+        )
+    return tokenizer
+
+
+def build_dataloader(
+    dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer | None, job_config: JobConfig
+) -> BaseDataLoader:
+    """Batches of this data-parallel rank."""
+    training = job_config.training
+    if not is_token_source(training.dataset):
+        return build_text_dataloader(
+            dp_world_size=dp_world_size, dp_rank=dp_rank, tokenizer=tokenizer, job_config=job_config
+        )
+    args = args_of(job_config)
+    samples = TrainingSamples(
+        open_source(training.dataset, training.dataset_path, "train"),
+        seq_len=training.seq_len,
+        vocab_size=args.vocab_size,
+        seed=args.seed,
+    )
+    return GlobalOrderLoader(
+        samples,
+        dp_rank=dp_rank,
+        dp_world_size=dp_world_size,
+        local_batch_size=training.local_batch_size,
+        options=training.dataloader,
+    )
+
+
+def train_spec() -> TrainSpec:
+    return TrainSpec(
+        model_cls=CausalLM,
+        model_args=FlavorArgs(),
+        parallelize_fn=parallelize,
+        pipelining_fn=None,
+        build_optimizers_fn=build_optimizers,
+        build_lr_schedulers_fn=build_lr_schedulers,
+        build_dataloader_fn=build_dataloader,
+        build_tokenizer_fn=build_tokenizer,
+        build_loss_fn=build_cross_entropy_loss,
+        build_validator_fn=build_validator,
+        build_metrics_processor_fn=build_metrics_processor,
+    )
+
+
+def register() -> None:
+    """Make the model known to TorchTitan as `model.name = "mixle"`; a second call changes nothing."""
+    try:
+        get_train_spec(NAME)
+    except ValueError:
+        register_train_spec(NAME, train_spec())

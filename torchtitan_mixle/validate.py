@@ -1,0 +1,117 @@
+"""Validation with the true token-weighted loss."""
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torchtitan.components.loss import IGNORE_INDEX, LossFunction
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.components.validate import BaseValidator, ValidationContext
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.hf_datasets.text_datasets import build_text_validation_dataloader
+from torchtitan.tools import utils
+
+from torchtitan_mixle.data.datasets import is_token_source, open_source
+from torchtitan_mixle.data.loader import Batch, GlobalBatches, ValidationSamples, torch_loader
+from torchtitan_mixle.metrics.processor import CausalLMMetrics
+
+
+def build_validator(
+    *,
+    job_config: JobConfig,
+    dp_world_size: int,
+    dp_rank: int,
+    tokenizer: BaseTokenizer,
+    parallel_dims: ParallelDims,
+    loss_fn: LossFunction,
+    validation_context: ValidationContext,
+    maybe_enable_amp: AbstractContextManager[None],
+    metrics_processor: CausalLMMetrics,
+    **pipeline: Any,
+) -> "CausalLMValidator":
+    """TorchTitan's `build_validator_fn`."""
+    return CausalLMValidator(
+        job_config,
+        batches=_batches(job_config, dp_rank, dp_world_size, tokenizer),
+        parallel_dims=parallel_dims,
+        loss_fn=loss_fn,
+        validation_context=validation_context,
+        maybe_enable_amp=maybe_enable_amp,
+        metrics_processor=metrics_processor,
+    )
+
+
+def _batches(job_config: JobConfig, dp_rank: int, dp_world_size: int, tokenizer: BaseTokenizer) -> Iterable[Batch]:
+    """One pass over the validation data, the same number of batches on every rank."""
+    validation = job_config.validation
+    if not is_token_source(validation.dataset):
+        return build_text_validation_dataloader(dp_world_size, dp_rank, tokenizer, job_config, infinite=True)
+    source = open_source(validation.dataset, validation.dataset_path, "validation")
+    # The ids were checked against the model's vocabulary at start-up; here the data's own bound is enough.
+    samples = ValidationSamples(source, seq_len=validation.seq_len, vocab_size=source.vocab_size)
+    batches = GlobalBatches(
+        start=0,
+        stop=samples.n,
+        dp_rank=dp_rank,
+        dp_world_size=dp_world_size,
+        local_batch_size=validation.local_batch_size,
+    )
+    return torch_loader(samples, batches, validation.dataloader)
+
+
+class CausalLMValidator(BaseValidator):
+    """Mean loss over the validation tokens: one sum and one count over all steps and ranks, divided once."""
+
+    def __init__(
+        self,
+        job_config: JobConfig,
+        *,
+        batches: Iterable[Batch],
+        parallel_dims: ParallelDims,
+        loss_fn: LossFunction,
+        validation_context: ValidationContext,
+        maybe_enable_amp: AbstractContextManager[None],
+        metrics_processor: CausalLMMetrics,
+    ) -> None:
+        super().__init__(job_config)
+        self.batches = batches
+        self.parallel_dims = parallel_dims
+        self.loss_fn = loss_fn
+        self.validation_context = validation_context
+        self.maybe_enable_amp = maybe_enable_amp
+        self.metrics_processor = metrics_processor
+
+    def should_validate(self, step: int) -> bool:
+        """At TorchTitan's steps (the first, and every `validation.freq`), and after the last one."""
+        return bool(super().should_validate(step)) or step == self.job_config.training.steps
+
+    @torch.no_grad()
+    def validate(self, model_parts: list[nn.Module], step: int) -> None:
+        for part in model_parts:
+            part.eval()
+        device = torch.device(utils.device_type)
+        totals = torch.zeros(2, dtype=torch.float64, device=device)  # loss sum, tokens
+        for number, (inputs, labels) in enumerate(self.batches):
+            if number == self.job_config.validation.steps:
+                break
+            totals += self._sum_loss(model_parts[0], inputs["input"].to(device), labels.to(device))
+        if (mesh := self.parallel_dims.get_optional_mesh("loss")) is not None:
+            dist.all_reduce(totals, group=mesh.get_group())
+        loss_sum, tokens = totals.tolist()
+        for part in model_parts:
+            part.train()
+        self.metrics_processor.log_validation(loss_sum / tokens, step, {"tokens": int(tokens)})
+
+    def _sum_loss(self, model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+        """(loss sum, token count) of one local batch, float64 (2,)."""
+        with self.validation_context(), self.maybe_enable_amp:
+            loss = self.loss_fn(model(tokens), labels)
+        if isinstance(loss, DTensor):
+            loss = loss.full_tensor()
+        return torch.stack([loss.double(), (labels != IGNORE_INDEX).sum().double()])
