@@ -8,6 +8,7 @@ import os
 import platform
 import resource
 import sys
+import warnings
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -95,3 +96,5 @@ def install_cpu_device() -> None:
             if hasattr(user, name):
                 setattr(user, name, value)
     metrics.DeviceMemoryMonitor.__init__.__defaults__ = ("cpu:0",)
+    # TorchTitan enters autocast for float32 too, which on a CPU does nothing but say so.
+    warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")

@@ -6,14 +6,15 @@ from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.optimizer import build_optimizers
 from torchtitan.components.tokenizer import BaseTokenizer, build_hf_tokenizer
 from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
 from torchtitan.hf_datasets.text_datasets import build_text_dataloader
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
 
 from torchtitan_mixle.data.datasets import is_token_source, open_source
 from torchtitan_mixle.data.loader import GlobalOrderLoader, TrainingSamples
 from torchtitan_mixle.errors import ConfigError
-from torchtitan_mixle.metrics.processor import build_metrics_processor
-from torchtitan_mixle.model.args import FlavorArgs, args_of
+from torchtitan_mixle.metrics.processor import CausalLMMetrics, build_metrics_processor
+from torchtitan_mixle.model.args import CausalLMArgs, FlavorArgs, args_of
 from torchtitan_mixle.model.model import CausalLM
 from torchtitan_mixle.parallel.parallelize import parallelize
 from torchtitan_mixle.preflight import check_job
@@ -55,15 +56,40 @@ def _hf_tokenizer(job_config: JobConfig) -> BaseTokenizer:
     return tokenizer
 
 
-def build_dataloader(
-    dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer | None, job_config: JobConfig
-) -> BaseDataLoader:
-    """Batches of this data-parallel rank."""
+class LoaderAndMetrics:
+    """Builds the loader and the metrics, which TorchTitan does not introduce to each other.
+
+    The loader alone knows how many samples the whole run has consumed: TorchTitan's own count is kept per rank, and is
+    wrong once a run goes on with another number of ranks.
+    """
+
+    def __init__(self) -> None:
+        self.loader: BaseDataLoader | None = None
+
+    def build_dataloader(
+        self, dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer | None, job_config: JobConfig
+    ) -> BaseDataLoader:
+        """Batches of this data-parallel rank."""
+        training = job_config.training
+        if is_token_source(training.dataset):
+            self.loader = _token_loader(dp_world_size, dp_rank, job_config)
+        else:
+            self.loader = build_text_dataloader(
+                dp_world_size=dp_world_size, dp_rank=dp_rank, tokenizer=tokenizer, job_config=job_config
+            )
+        return self.loader
+
+    def build_metrics_processor(
+        self, job_config: JobConfig, parallel_dims: ParallelDims, model_args: CausalLMArgs, tag: str | None = None
+    ) -> CausalLMMetrics:
+        metrics = build_metrics_processor(job_config, parallel_dims, model_args, tag)
+        if isinstance(self.loader, GlobalOrderLoader):
+            metrics.tokens_seen = self.loader.tokens_seen
+        return metrics
+
+
+def _token_loader(dp_world_size: int, dp_rank: int, job_config: JobConfig) -> GlobalOrderLoader:
     training = job_config.training
-    if not is_token_source(training.dataset):
-        return build_text_dataloader(
-            dp_world_size=dp_world_size, dp_rank=dp_rank, tokenizer=tokenizer, job_config=job_config
-        )
     args = args_of(job_config)
     samples = TrainingSamples(
         open_source(training.dataset, training.dataset_path, "train"),
@@ -81,6 +107,8 @@ def build_dataloader(
 
 
 def train_spec() -> TrainSpec:
+    """The spec that is registered as `model.name = "mixle"`."""
+    linked = LoaderAndMetrics()
     return TrainSpec(
         model_cls=CausalLM,
         model_args=FlavorArgs(),
@@ -88,11 +116,11 @@ def train_spec() -> TrainSpec:
         pipelining_fn=None,
         build_optimizers_fn=build_optimizers,
         build_lr_schedulers_fn=build_lr_schedulers,
-        build_dataloader_fn=build_dataloader,
+        build_dataloader_fn=linked.build_dataloader,
         build_tokenizer_fn=build_tokenizer,
         build_loss_fn=build_cross_entropy_loss,
         build_validator_fn=build_validator,
-        build_metrics_processor_fn=build_metrics_processor,
+        build_metrics_processor_fn=linked.build_metrics_processor,
     )
 
 

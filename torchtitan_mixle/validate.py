@@ -1,5 +1,6 @@
 """Validation with the true token-weighted loss."""
 
+import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -93,6 +94,7 @@ class CausalLMValidator(BaseValidator):
 
     @torch.no_grad()
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
+        began = time.perf_counter()
         for part in model_parts:
             part.eval()
         device = torch.device(utils.device_type)
@@ -107,6 +109,7 @@ class CausalLMValidator(BaseValidator):
         for part in model_parts:
             part.train()
         self.metrics_processor.log_validation(loss_sum / tokens, step, {"tokens": int(tokens)})
+        self.metrics_processor.leave_out(time.perf_counter() - began)
 
     def _sum_loss(self, model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
         """(loss sum, token count) of one local batch, float64 (2,)."""

@@ -2,6 +2,7 @@
 
 import difflib
 from functools import lru_cache
+from typing import Literal
 
 from torchtitan.hf_datasets.text_datasets import DATASETS as HF_DATASETS
 
@@ -29,7 +30,7 @@ def is_token_source(dataset: str) -> bool:
 
 
 @lru_cache(maxsize=4)
-def open_source(dataset: str, path: str | None, split: str) -> TokenSource:
+def open_source(dataset: str, path: str | None, split: Literal["train", "validation"]) -> TokenSource:
     """The token stream of `training.dataset` (split "train") or `validation.dataset` (split "validation")."""
     if dataset == PYTHON_STDLIB:
         return python_stdlib(split)

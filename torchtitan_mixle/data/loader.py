@@ -172,6 +172,10 @@ class GlobalOrderLoader(BaseDataLoader):
             self.samples_consumed += batches.stride
             yield batch
 
+    def tokens_seen(self) -> int:
+        """Tokens that all ranks together have trained on, over all starts of the run."""
+        return self.samples_consumed * self.samples.seq_len
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "samples_consumed": self.samples_consumed,

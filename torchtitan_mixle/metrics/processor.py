@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ class CausalLMMetrics(MetricsProcessor):
         super().__init__(job_config, parallel_dims, tag)
         self.flops = flops_per_token(model_args, job_config.training.seq_len)
         self.peak = self._device_peak(job_config.mixle.peak_tflops)
+        self.tokens_seen: Callable[[], int] | None = None
+        """The run's own count of tokens, where the loader keeps one."""
         folder = Path(job_config.job.dump_folder)
         is_writer = dist.get_rank() == 0
         self.train_log = StepLog(folder / "metrics.jsonl") if is_writer else None
@@ -59,7 +62,9 @@ class CausalLMMetrics(MetricsProcessor):
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
         """Report a step; `grad_norm` is the norm before clipping. Rates are over the time since the last report."""
-        extra = extra_metrics or {}
+        extra = dict(extra_metrics or {})
+        if self.tokens_seen is not None:
+            extra["n_tokens_seen"] = self.tokens_seen()
         seconds = time.perf_counter() - self.time_last_log
         rates = self._rates(seconds)
         memory = self.device_memory_monitor.get_peak_stats()
@@ -121,7 +126,7 @@ class CausalLMMetrics(MetricsProcessor):
         )
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
-        """Report the token-weighted validation loss. Its time counts neither for the step before nor the one after."""
+        """Report the token-weighted validation loss."""
         perplexity = math.exp(min(loss, 700.0))
         self.logger.log({"validation_metrics/loss": loss, **(extra_metrics or {})}, step)
         if self.validation_log is not None:
@@ -132,6 +137,10 @@ class CausalLMMetrics(MetricsProcessor):
             f"{color.turquoise}perplexity: {perplexity:,.3f}{color.reset}"
         )
 
+    def leave_out(self, seconds: float) -> None:
+        """Do not count the last `seconds` as time that training took."""
+        self.time_last_log += seconds
+
     def _restart_interval(self) -> None:
         self.ntokens_since_last_log = 0
         self.data_loading_times.clear()
@@ -139,14 +148,15 @@ class CausalLMMetrics(MetricsProcessor):
         self.device_memory_monitor.reset_peak_stats()
 
 
+_UPSTREAM_PEAK_LINES = ("Peak FLOPS used for computing MFU", "Peak flops undefined for", "Error running lspci")
+
+
 class _UpstreamPeakFilter(logging.Filter):
     """Drops TorchTitan's lines about a peak rate, which fall back to an A100's for devices it does not know."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = str(record.msg)
-        return not text.startswith(
-            ("Peak FLOPS used for computing MFU", "Peak flops undefined for", "Error running lspci")
-        )
+        return not text.startswith(_UPSTREAM_PEAK_LINES)
 
 
 def _hide_upstream_peak() -> None:

@@ -1,8 +1,10 @@
 """TorchTitan's `parallelize_fn`: activation checkpointing, then compile, then data parallelism."""
 
 import logging
+from functools import partial
 
 import torch
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
@@ -40,6 +42,8 @@ def parallelize(model: CausalLM, parallel_dims: ParallelDims, job_config: JobCon
         apply_compile(model, backend=job_config.compile.backend)
     if parallel_dims.fsdp_enabled:
         apply_fsdp(model, parallel_dims, job_config)
+    elif parallel_dims.dp_replicate_enabled:
+        apply_ddp(model, parallel_dims)
     return model
 
 
@@ -63,14 +67,23 @@ def apply_fsdp(model: CausalLM, parallel_dims: ParallelDims, job_config: JobConf
         reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
     )
     offload = CPUOffloadPolicy() if training.enable_cpu_offload else OffloadPolicy()
+    shard = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
     reshard = job_config.parallelism.fsdp_reshard_after_forward
     for block in model.blocks.values():
-        fully_shard(
-            block, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard != "never"
-        )
-    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard == "always")
+        shard(block, reshard_after_forward=reshard != "never")
+    shard(model, reshard_after_forward=reshard == "always")
     _sum_gradients(model)
     logger.info("Applied %s over %s ranks", "HSDP" if len(axes) == 2 else "FSDP", mesh.size())
+
+
+def apply_ddp(model: CausalLM, parallel_dims: ParallelDims) -> None:
+    """Whole replicas: FSDP2's machinery with nothing sharded, since the older DDP can only average gradients."""
+    mesh = parallel_dims.get_mesh("dp_replicate")
+    for block in model.blocks.values():
+        replicate(block, mesh=mesh)
+    replicate(model, mesh=mesh)
+    _sum_gradients(model)
+    logger.info("Applied DDP over %s ranks", mesh.size())
 
 
 def _sum_gradients(model: CausalLM) -> None:
