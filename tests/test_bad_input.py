@@ -67,10 +67,6 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"training.dataset": "c4_test", "training.dataset_path": ".", "model.hf_assets_path": "no/such/folder"},
         r"model\.hf_assets_path='no/such/folder': no tokenizer can be read there",
     ),
-    "tensor parallelism": (
-        {"parallelism.tensor_parallel_degree": 2},
-        r"parallelism\.tensor_parallel_degree=2: tensor parallelism is not there yet",
-    ),
     "pipeline parallelism": (
         {"parallelism.pipeline_parallel_degree": 2},
         r"parallelism\.pipeline_parallel_degree=2: pipeline parallelism is not there yet",
