@@ -7,7 +7,7 @@ from tests.ranks import RankPool
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
-    """Four gloo processes, for every test that needs real ranks."""
-    pool = RankPool(4)
+    """Eight gloo processes, for every test that needs real ranks."""
+    pool = RankPool(8)
     yield pool
     pool.close()

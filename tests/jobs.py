@@ -1,12 +1,14 @@
 """Jobs of the debug config, and functions that run them on a rank of the pool."""
 
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torchtitan.components.loss import IGNORE_INDEX
 
 ROOT = Path(__file__).parents[1]
 DEBUG_CONFIG = ROOT / "train_configs" / "mixle_debug.toml"
@@ -71,8 +73,11 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
 
 
-def steps_with_gradients(overrides: dict[str, Any]) -> dict[str, Any]:
-    """Initial weights, per-step loss and pre-clip norm, step-1 gradients, and the ids each step's batches held."""
+def steps_with_gradients(overrides: dict[str, Any], *, ignored: float = 0.0) -> dict[str, Any]:
+    """Initial weights, per-step loss and pre-clip norm, step-1 gradients, and the ids each step's batches held.
+
+    A share `ignored` of the labels is -100, the same labels in every layout, and some samples have no label at all.
+    """
     from torchtitan_mixle.model.init import plain_name
 
     trainer = build_trainer(overrides)
@@ -92,7 +97,7 @@ def steps_with_gradients(overrides: dict[str, Any]) -> dict[str, Any]:
         log.append((loss, norm)),
         report(step, loss, max_loss, norm, **kw),
     )
-    batches = trainer.batch_generator(_watch(trainer.dataloader, ids))
+    batches = trainer.batch_generator(_watch(trainer.dataloader, ids, ignored))
     while trainer.should_continue_training():
         trainer.step += 1
         trainer.train_step(batches)
@@ -103,13 +108,25 @@ def steps_with_gradients(overrides: dict[str, Any]) -> dict[str, Any]:
         "loss": [loss for loss, _ in log],
         "grad_norm": [norm for _, norm in log],
         "batches": ids,
+        "dp_rank": trainer.dataloader.dp_rank,
         "optimizer_parameters": sum(p.numel() for o in trainer.optimizers for g in o.param_groups for p in g["params"]),
         "final": {plain_name(name): full(p) for name, p in model.state_dict().items()},
     }
 
 
-def _watch(loader: Any, seen: list[list[int]]) -> Any:
-    """Pass batches on and note each sample's tokens as one hashable row."""
+def _watch(loader: Any, seen: list[list[int]], ignored: float) -> Any:
+    """Pass batches on, with labels ignored, and note each sample's tokens as one row."""
     for inputs, labels in loader:
-        seen += torch.cat([inputs["input"], labels[:, -1:]], dim=1).tolist()
+        rows = torch.cat([inputs["input"], labels[:, -1:]], dim=1).tolist()
+        seen += rows
+        if ignored:
+            labels = torch.stack([_ignore(y, row, ignored) for y, row in zip(labels, rows, strict=True)])
         yield inputs, labels
+
+
+def _ignore(labels: Tensor, sample: list[int], share: float) -> Tensor:
+    """Which labels go depends on the sample alone, the same in every layout; one sample in four loses all of them."""
+    generator = torch.Generator().manual_seed(zlib.crc32(repr(sample).encode()))
+    if torch.rand((), generator=generator) < 0.25:
+        return torch.full_like(labels, IGNORE_INDEX)
+    return labels.masked_fill(torch.rand(labels.shape, generator=generator) < share, IGNORE_INDEX)

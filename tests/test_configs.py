@@ -9,8 +9,7 @@ from tests.jobs import ROOT, job_config
 from torchtitan_mixle.data.datasets import check_dataset_name
 from torchtitan_mixle.model.args import args_of
 from torchtitan_mixle.model.model import CausalLM
-from torchtitan_mixle.planning.check import check_plan
-from torchtitan_mixle.preflight import run_plan
+from torchtitan_mixle.planning.check import check_plan, run_plan
 
 WORLD_SIZE = {"mixle_debug": 1, "mixle_124m": 8, "mixle_7b": 8, "mixle_70b": 512}
 

@@ -1,7 +1,9 @@
-"""Every data-parallel layout is the one-process run: same start, same ids, same loss, norm and gradients."""
+"""Every layout is the one-process run: same start, same ids, same loss, same norm, same gradients."""
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,28 +12,40 @@ from tests.ranks import RankPool
 
 REPLICATE = "parallelism.data_parallel_replicate_degree"
 SHARD = "parallelism.data_parallel_shard_degree"
+TENSOR = "parallelism.tensor_parallel_degree"
 LAYOUTS = {
-    "fsdp2": (2, {SHARD: 2}),
-    "fsdp4": (4, {SHARD: 4, "training.local_batch_size": 1}),
-    "hsdp2x2": (4, {REPLICATE: 2, SHARD: 2}),
-    "ddp2": (2, {REPLICATE: 2}),
-    "ddp4": (4, {REPLICATE: 4, "training.local_batch_size": 1}),
-    "fsdp2, no reshard": (2, {SHARD: 2, "parallelism.fsdp_reshard_after_forward": "never"}),
-    "fsdp2, full recomputation": (2, {SHARD: 2, "activation_checkpoint.mode": "full"}),
+    "fsdp2": {SHARD: 2},
+    "fsdp4": {SHARD: 4},
+    "ddp2": {REPLICATE: 2, SHARD: 1},
+    "ddp4": {REPLICATE: 4, SHARD: 1},
+    "hsdp2x2": {REPLICATE: 2, SHARD: 2},
+    "tp2": {TENSOR: 2},
+    "tp4": {TENSOR: 4},
+    "fsdp2xtp2": {SHARD: 2, TENSOR: 2},
+    "ddp2xtp2": {REPLICATE: 2, SHARD: 1, TENSOR: 2},
+    "hsdp2xtp2": {REPLICATE: 2, SHARD: 2, TENSOR: 2},
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "accumulation 2": {},
+    "full recomputation": {"activation_checkpoint.mode": "full"},
+    "recomputation by op": {
+        "activation_checkpoint.mode": "selective",
+        "activation_checkpoint.selective_ac_option": "op",
+    },
+    "loss parallel off": {"parallelism.disable_loss_parallel": True},
+    "parameters stay gathered": {"parallelism.fsdp_reshard_after_forward": "never"},
 }
 
 
-@pytest.fixture(scope="module")
-def one_process(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    dump = {"job.dump_folder": str(tmp_path_factory.mktemp("one"))}
-    return ranks.run(steps_with_gradients, 1, TINY | dump)[0]
+def sizes(layout: dict[str, int], *, accumulation: int = 1) -> tuple[int, dict[str, Any]]:
+    """(ranks, overrides) of a layout with TINY's global batch."""
+    dp = layout.get(REPLICATE, 1) * layout.get(SHARD, 1)
+    local = TINY["training.global_batch_size"] // dp // accumulation
+    return dp * layout.get(TENSOR, 1), TINY | layout | {"training.local_batch_size": local}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layout_equals_one_process(layout: str, one_process: dict[str, Any], ranks: RankPool, tmp_path: Any) -> None:
-    world_size, overrides = LAYOUTS[layout]
-    results = ranks.run(steps_with_gradients, world_size, TINY | overrides | {"job.dump_folder": str(tmp_path)})
-    reference = one_process
+def compare(results: list[dict[str, Any]], reference: dict[str, Any]) -> None:
+    """The bars of every layout."""
     for result in results:
         for name, value in reference["initial"].items():
             assert torch.equal(result["initial"][name], value), f"initial {name}"
@@ -44,10 +58,84 @@ def test_layout_equals_one_process(layout: str, one_process: dict[str, Any], ran
         assert result["loss"] == pytest.approx(reference["loss"], abs=1e-4)
         assert torch.equal(result["final"]["tok.weight"], result["final"]["head.weight"])
         assert result["optimizer_parameters"] == reference["optimizer_parameters"]
-    seen = sorted(sample for result in results for sample in result["batches"])
+    # Ranks that share the model see the same samples; each data-parallel rank counts once.
+    by_dp_rank = {result["dp_rank"]: result["batches"] for result in results}
+    seen = sorted(sample for samples in by_dp_rank.values() for sample in samples)
     assert seen == sorted(reference["batches"]), "the ranks together did not see the one-process batches"
+
+
+@pytest.fixture(scope="module")
+def one_process(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    _, job = sizes({})
+    return ranks.run(steps_with_gradients, 1, job | {"job.dump_folder": str(tmp_path_factory.mktemp("one"))})[0]
 
 
 def test_the_reference_starts_at_ln_v(one_process: dict[str, Any]) -> None:
     assert one_process["loss"][0] == pytest.approx(torch.tensor(257.0).log().item(), abs=0.2)
     assert one_process["optimizer_parameters"] == 891_776
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout(layout: str, one_process: dict[str, Any], ranks: RankPool, tmp_path: Path) -> None:
+    world_size, job = sizes(LAYOUTS[layout])
+    results = ranks.run(steps_with_gradients, world_size, job | {"job.dump_folder": str(tmp_path)})
+    compare(results, one_process)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_variant(layout: str, variant: str, one_process: dict[str, Any], ranks: RankPool, tmp_path: Path) -> None:
+    if variant == "loss parallel off" and TENSOR not in LAYOUTS[layout]:
+        pytest.skip("there is no loss parallelism without tensor parallelism")
+    if variant == "parameters stay gathered" and SHARD not in LAYOUTS[layout]:
+        pytest.skip("nothing is gathered without FSDP")
+    world_size, job = sizes(LAYOUTS[layout], accumulation=2)
+    job |= VARIANTS[variant] | {"job.dump_folder": str(tmp_path)}
+    compare(ranks.run(steps_with_gradients, world_size, job), one_process)
+
+
+def odd_shape(overrides: dict[str, Any], ignored: float) -> dict[str, Any]:
+    """A run of a model whose sizes divide by little; a share `ignored` of the labels is -100."""
+    from torchtitan_mixle.flavors import FLAVORS, Flavor
+
+    FLAVORS["odd"] = Flavor(vocab_size=63, d_model=48, n_layer=3, n_head=6, block=31)
+    try:
+        return steps_with_gradients(overrides | {"model.flavor": "odd", "training.seq_len": 30}, ignored=ignored)
+    finally:
+        del FLAVORS["odd"]
+
+
+@pytest.fixture(scope="module")
+def odd_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tokens below 63."""
+    from torchtitan_mixle.data.index import TokenFormat
+    from torchtitan_mixle.data.writer import StoreWriter
+
+    folder = tmp_path_factory.mktemp("odd") / "data"
+    with StoreWriter(folder) as store:
+        split = store.split(tokens=TokenFormat(vocab_size=63, eod_id=62, kind="bytes", hash="bytes"))
+        split.write(np.random.default_rng(0).integers(0, 62, 5000))
+        split.end_document()
+    return folder
+
+
+ODD_LAYOUTS = {
+    "fsdp4": {SHARD: 4},
+    "tp2": {TENSOR: 2},
+    "tp3": {TENSOR: 3},
+    "tp6": {TENSOR: 6},
+    "fsdp2xtp3": {SHARD: 2, TENSOR: 3},
+    "fsdp4xtp2": {SHARD: 4, TENSOR: 2},
+    "hsdp2xtp2": {REPLICATE: 2, SHARD: 2, TENSOR: 2},
+}
+
+
+@pytest.mark.parametrize("ignored", [0.0, 0.3])
+@pytest.mark.parametrize("layout", ODD_LAYOUTS)
+def test_odd_sizes(layout: str, ignored: float, odd_data: Path, ranks: RankPool, tmp_path: Path) -> None:
+    data = {"training.dataset": "tokens", "training.dataset_path": str(odd_data)}
+    _, job = sizes({})
+    one = ranks.run(odd_shape, 1, job | data | {"job.dump_folder": str(tmp_path / "one")}, ignored)[0]
+    world_size, job = sizes(ODD_LAYOUTS[layout])
+    compare(ranks.run(odd_shape, world_size, job | data | {"job.dump_folder": str(tmp_path / "many")}, ignored), one)

@@ -96,5 +96,7 @@ def install_cpu_device() -> None:
             if hasattr(user, name):
                 setattr(user, name, value)
     metrics.DeviceMemoryMonitor.__init__.__defaults__ = ("cpu:0",)
-    # TorchTitan enters autocast for float32 too, which on a CPU does nothing but say so.
-    warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
+    # TorchTitan enters autocast for float32 too, which on a CPU does nothing but say so, and seeds DTensor's random
+    # operators, which the model does not use.
+    for message in ("In CPU autocast, but the target dtype is not supported", "DTensor random operators may not"):
+        warnings.filterwarnings("ignore", message=message)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torchtitan.config import JobConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS as HF_DATASETS
@@ -10,24 +11,8 @@ from torchtitan_mixle.data.datasets import check_dataset_name, is_token_source, 
 from torchtitan_mixle.data.loader import samples_per_epoch
 from torchtitan_mixle.errors import ConfigError
 from torchtitan_mixle.model.args import CausalLMArgs, args_of
-from torchtitan_mixle.planning.check import RunPlan, check_plan, check_seq_len
-
-
-def run_plan(job_config: JobConfig, world_size: int) -> RunPlan:
-    """The job's sizes as the plan check wants them."""
-    training, parallelism = job_config.training, job_config.parallelism
-    return RunPlan(
-        world_size=world_size,
-        seq_len=training.seq_len,
-        local_batch_size=training.local_batch_size,
-        global_batch_size=training.global_batch_size,
-        data_parallel_replicate_degree=parallelism.data_parallel_replicate_degree,
-        data_parallel_shard_degree=parallelism.data_parallel_shard_degree,
-        tensor_parallel_degree=parallelism.tensor_parallel_degree,
-        pipeline_parallel_degree=parallelism.pipeline_parallel_degree,
-        context_parallel_degree=parallelism.context_parallel_degree,
-        expert_parallel_degree=parallelism.expert_parallel_degree,
-    )
+from torchtitan_mixle.planning.check import RunPlan, check_plan, check_seq_len, run_plan
+from torchtitan_mixle.planning.options import check_options
 
 
 def check_job(job_config: JobConfig) -> None:
@@ -35,9 +20,10 @@ def check_job(job_config: JobConfig) -> None:
     args = args_of(job_config)
     plan = run_plan(job_config, dist.get_world_size())
     check_plan(args, plan)
+    check_options(job_config, args, plan, on_accelerator=torch.accelerator.is_available())
     _check_training_data(job_config, args, plan)
     if job_config.validation.enable:
-        _check_validation(job_config, args)
+        _check_validation(job_config, args, plan)
 
 
 def _check_training_data(job_config: JobConfig, args: CausalLMArgs, plan: RunPlan) -> None:
@@ -57,10 +43,10 @@ def _check_training_data(job_config: JobConfig, args: CausalLMArgs, plan: RunPla
         )
 
 
-def _check_validation(job_config: JobConfig, args: CausalLMArgs) -> None:
+def _check_validation(job_config: JobConfig, args: CausalLMArgs, plan: RunPlan) -> None:
     validation = job_config.validation
     check_dataset_name(validation.dataset, key="validation.dataset")
-    check_seq_len(args, validation.seq_len, key="validation.seq_len")
+    check_seq_len(args, plan, validation.seq_len, key="validation.seq_len")
     if is_token_source(validation.dataset):
         source = open_source(validation.dataset, validation.dataset_path, "validation")
         source.check_ids(args.vocab_size)

@@ -16,6 +16,7 @@ from torchtitan_mixle.metrics.counting import flops_per_token
 from torchtitan_mixle.metrics.hardware import peak_flops
 from torchtitan_mixle.metrics.jsonl import StepLog
 from torchtitan_mixle.model.args import CausalLMArgs
+from torchtitan_mixle.upstream_log import hide_untrue_lines
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ def build_metrics_processor(
     job_config: JobConfig, parallel_dims: ParallelDims, model_args: CausalLMArgs, tag: str | None = None
 ) -> "CausalLMMetrics":
     """TorchTitan's `build_metrics_processor_fn`."""
-    _hide_upstream_peak()
+    hide_untrue_lines()
     return CausalLMMetrics(job_config, parallel_dims, model_args, tag)
 
 
@@ -146,20 +147,3 @@ class CausalLMMetrics(MetricsProcessor):
         self.data_loading_times.clear()
         self.time_last_log = time.perf_counter()
         self.device_memory_monitor.reset_peak_stats()
-
-
-_UPSTREAM_PEAK_LINES = ("Peak FLOPS used for computing MFU", "Peak flops undefined for", "Error running lspci")
-
-
-class _UpstreamPeakFilter(logging.Filter):
-    """Drops TorchTitan's lines about a peak rate, which fall back to an A100's for devices it does not know."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        text = str(record.msg)
-        return not text.startswith(_UPSTREAM_PEAK_LINES)
-
-
-def _hide_upstream_peak() -> None:
-    root = logging.getLogger()  # TorchTitan's logger is the root logger
-    if not any(isinstance(f, _UpstreamPeakFilter) for f in root.filters):
-        root.addFilter(_UpstreamPeakFilter())

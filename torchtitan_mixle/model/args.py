@@ -1,7 +1,7 @@
 """The model's hyperparameters, and the flavors as TorchTitan wants them."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch.nn as nn
@@ -74,18 +74,18 @@ class FlavorArgs(Mapping[str, CausalLMArgs]):
     """Flavor name -> fresh args: TorchTitan's trainer changes the args it is given."""
 
     def __init__(self, flavors: Mapping[str, Flavor] = FLAVORS) -> None:
-        self._args = {name: CausalLMArgs.from_flavor(flavor) for name, flavor in flavors.items()}
+        self._flavors = flavors
 
     def __getitem__(self, name: str) -> CausalLMArgs:
-        if name not in self._args:
-            raise ConfigError(f"model.flavor={name!r} is unknown; use one of {', '.join(self._args)}")
-        return replace(self._args[name])
+        if name not in self._flavors:
+            raise ConfigError(f"model.flavor={name!r} is unknown; use one of {', '.join(self._flavors)}")
+        return CausalLMArgs.from_flavor(self._flavors[name])
 
     def __contains__(self, name: object) -> bool:
-        return name in self._args
+        return name in self._flavors
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._args)
+        return iter(self._flavors)
 
     def __len__(self) -> int:
-        return len(self._args)
+        return len(self._flavors)

@@ -7,11 +7,15 @@ import torch
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
 
 from torchtitan_mixle.model.model import CausalLM
+from torchtitan_mixle.parallel.precision import apply_precision, policy
+from torchtitan_mixle.parallel.replicated import reduce_after_backward
+from torchtitan_mixle.parallel.tensor import apply_tp
+from torchtitan_mixle.planning.check import run_plan
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +33,8 @@ _SAVED_OPS = {
 
 def parallelize(model: CausalLM, parallel_dims: ParallelDims, job_config: JobConfig) -> CausalLM:
     """Prepare `model` (on the meta device) for this rank. The order matters: each step wraps what the last one left."""
+    if parallel_dims.tp_enabled:
+        apply_tp(model, parallel_dims.get_mesh("tp"), loss_parallel=not job_config.parallelism.disable_loss_parallel)
     compile_model = job_config.compile.enable and "model" in job_config.compile.components
     if job_config.activation_checkpoint.mode != "none":
         apply_ac(
@@ -43,7 +49,10 @@ def parallelize(model: CausalLM, parallel_dims: ParallelDims, job_config: JobCon
     if parallel_dims.fsdp_enabled:
         apply_fsdp(model, parallel_dims, job_config)
     elif parallel_dims.dp_replicate_enabled:
-        apply_ddp(model, parallel_dims)
+        apply_ddp(model, parallel_dims, job_config)
+    elif parallel_dims.tp_enabled:
+        reduce_after_backward(model, every=run_plan(job_config, parallel_dims.world_size).accumulation_steps)
+    apply_precision(model, parallel_dims, job_config)
     return model
 
 
@@ -60,14 +69,9 @@ def apply_fsdp(model: CausalLM, parallel_dims: ParallelDims, job_config: JobConf
     group, and the root, which is gathered first and used last, is where that costs nothing extra.
     """
     axes = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
-    training = job_config.training
     mesh: DeviceMesh = parallel_dims.get_mesh(axes)
-    policy = MixedPrecisionPolicy(
-        param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
-        reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
-    )
-    offload = CPUOffloadPolicy() if training.enable_cpu_offload else OffloadPolicy()
-    shard = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    offload = CPUOffloadPolicy() if job_config.training.enable_cpu_offload else OffloadPolicy()
+    shard = partial(fully_shard, mesh=mesh, mp_policy=policy(job_config), offload_policy=offload)
     reshard = job_config.parallelism.fsdp_reshard_after_forward
     for block in model.blocks.values():
         shard(block, reshard_after_forward=reshard != "never")
@@ -76,12 +80,14 @@ def apply_fsdp(model: CausalLM, parallel_dims: ParallelDims, job_config: JobConf
     logger.info("Applied %s over %s ranks", "HSDP" if len(axes) == 2 else "FSDP", mesh.size())
 
 
-def apply_ddp(model: CausalLM, parallel_dims: ParallelDims) -> None:
+def apply_ddp(model: CausalLM, parallel_dims: ParallelDims, job_config: JobConfig) -> None:
     """Whole replicas: FSDP2's machinery with nothing sharded, since the older DDP can only average gradients."""
     mesh = parallel_dims.get_mesh("dp_replicate")
+    # Alone, DDP runs under the trainer's autocast, which keeps the parameters as they are.
+    mp_policy = policy(job_config) if parallel_dims.tp_enabled else MixedPrecisionPolicy()
     for block in model.blocks.values():
-        replicate(block, mesh=mesh)
-    replicate(model, mesh=mesh)
+        replicate(block, mesh=mesh, mp_policy=mp_policy)
+    replicate(model, mesh=mesh, mp_policy=mp_policy)
     _sum_gradients(model)
     logger.info("Applied DDP over %s ranks", mesh.size())
 

@@ -1,6 +1,7 @@
 """Everything that must divide what, in one place. Plain numbers: no torch, no process group."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from torchtitan_mixle.errors import ConfigError
 from torchtitan_mixle.metrics.counting import ModelShape
@@ -33,14 +34,35 @@ class RunPlan:
 
     @property
     def samples_per_step(self) -> int:
-        if self.global_batch_size > 0:
-            return self.global_batch_size
-        return self.local_batch_size * self.data_parallel_degree
+        if self.global_batch_size < 0:
+            return self.local_batch_size * self.data_parallel_degree
+        return self.global_batch_size
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Forward and backward passes an optimizer step."""
+        return self.samples_per_step // (self.local_batch_size * self.data_parallel_degree)
+
+
+def run_plan(job_config: Any, world_size: int) -> RunPlan:
+    """The job's sizes as the plan check wants them."""
+    training, parallelism = job_config.training, job_config.parallelism
+    return RunPlan(
+        world_size=world_size,
+        seq_len=training.seq_len,
+        local_batch_size=training.local_batch_size,
+        global_batch_size=training.global_batch_size,
+        data_parallel_replicate_degree=parallelism.data_parallel_replicate_degree,
+        data_parallel_shard_degree=parallelism.data_parallel_shard_degree,
+        tensor_parallel_degree=parallelism.tensor_parallel_degree,
+        pipeline_parallel_degree=parallelism.pipeline_parallel_degree,
+        context_parallel_degree=parallelism.context_parallel_degree,
+        expert_parallel_degree=parallelism.expert_parallel_degree,
+    )
 
 
 # Axis -> (TOML key's field, what it is called).
 _NOT_THERE_YET = {
-    "tensor_parallel_degree": "tensor parallelism",
     "pipeline_parallel_degree": "pipeline parallelism",
     "context_parallel_degree": "context parallelism",
 }
@@ -49,17 +71,49 @@ _NOT_THERE_YET = {
 def check_plan(shape: ModelShape, plan: RunPlan) -> None:
     """Raise ConfigError unless `plan` can run a model of `shape`."""
     _check_degrees(plan)
-    check_seq_len(shape, plan.seq_len, key="training.seq_len")
+    check_heads(shape.n_head, plan.tensor_parallel_degree, key="parallelism.tensor_parallel_degree")
+    check_seq_len(shape, plan, plan.seq_len, key="training.seq_len")
     _check_batch(plan)
 
 
-def check_seq_len(shape: ModelShape, seq_len: int, *, key: str) -> None:
-    """Raise ConfigError unless a sequence fits the position table; `key` is the TOML key it came from."""
+def check_heads(n_head: int, tp: int, *, key: str) -> None:
+    """Raise ConfigError unless `tp` ranks can share the heads evenly; `key` is what the caller calls tp."""
+    if tp < 1 or n_head % tp:
+        raise ConfigError(
+            f"{key}={tp} must divide n_head={n_head}, since a head is never split; use {_or(divisors(n_head))}"
+        )
+
+
+def check_seq_len(shape: ModelShape, plan: RunPlan, seq_len: int, *, key: str) -> None:
+    """Raise ConfigError unless sequences fit the position table and the ranks; `key` is the TOML key of seq_len."""
     if not 1 <= seq_len <= shape.block:
         raise ConfigError(
             f"{key}={seq_len}: must be between 1 and the {shape.block} rows of the position table; "
             f"lower {key} or set [mixle] block={max(seq_len, 1)}"
         )
+    tp = plan.tensor_parallel_degree
+    if seq_len % tp:
+        raise ConfigError(
+            f"{key}={seq_len} must be a multiple of parallelism.tensor_parallel_degree={tp}, since its ranks share the "
+            f"tokens of a sequence between them; use {key}={_or(_multiples_near(seq_len, tp, highest=shape.block))}"
+        )
+
+
+def divisors(n: int) -> list[int]:
+    """1, ..., n."""
+    return [k for k in range(1, n + 1) if n % k == 0]
+
+
+def _multiples_near(value: int, factor: int, *, highest: int | None = None) -> list[int]:
+    """The multiples of `factor` below and above `value`, those of them in [1, highest]."""
+    below = value // factor * factor
+    return [n for n in (below, below + factor) if n > 0 and (highest is None or n <= highest)]
+
+
+def _or(values: list[int]) -> str:
+    """ "1, 2 or 4"."""
+    *rest, last = map(str, values)
+    return f"{', '.join(rest)} or {last}" if rest else last
 
 
 def _check_degrees(plan: RunPlan) -> None:
@@ -80,10 +134,27 @@ def _check_batch(plan: RunPlan) -> None:
     if plan.local_batch_size < 1:
         raise ConfigError(f"training.local_batch_size={plan.local_batch_size}: must be at least 1")
     per_pass = plan.local_batch_size * plan.data_parallel_degree
-    if plan.samples_per_step % per_pass:
-        below = plan.samples_per_step // per_pass * per_pass
-        remedies = " or ".join(str(n) for n in (below, below + per_pass) if n)
+    if plan.samples_per_step < 1 or plan.samples_per_step % per_pass:
         raise ConfigError(
             f"training.global_batch_size={plan.global_batch_size} must be a multiple of local_batch_size="
-            f"{plan.local_batch_size} times the data-parallel degree {plan.data_parallel_degree}; use {remedies}"
+            f"{plan.local_batch_size} times the data-parallel degree {plan.data_parallel_degree}; "
+            f"use {_or(_multiples_near(plan.samples_per_step, per_pass))}"
+        )
+
+
+def validate_tp_pp_cp_plan(model: Any, tp_size: int = 1, pp_size: int = 1, cp_size: int = 1) -> None:
+    """Raise ConfigError (a ValueError) unless the three degrees fit a CausalLM: mixle's, or ours.
+
+    Tensor parallelism needs whole heads, a pipeline at least one block a stage, and context parallelism chunks of equal
+    length of the longest sequence.
+    """
+    args = getattr(model, "model_args", model)
+    check_heads(args.n_head, tp_size, key="tp_size")
+    if not 1 <= pp_size <= args.n_layer:
+        raise ConfigError(
+            f"pp_size={pp_size}: every stage needs a block of n_layer={args.n_layer}; use 1 to {args.n_layer}"
+        )
+    if cp_size < 1 or args.block % cp_size:
+        raise ConfigError(
+            f"cp_size={cp_size} must divide the longest sequence, block={args.block}; use {_or(divisors(args.block))}"
         )

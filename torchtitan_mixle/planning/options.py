@@ -1,0 +1,96 @@
+"""Options that work only together with others: refused at start-up, in one line, where they cannot."""
+
+from importlib.util import find_spec
+from typing import Any
+
+from torchtitan_mixle.errors import ConfigError
+from torchtitan_mixle.metrics.counting import ModelShape
+from torchtitan_mixle.planning.check import RunPlan
+
+_CHECKPOINTING = ("none", "full", "selective", "memory_budget")
+_RESHARD = ("default", "always", "never")
+_FLOAT8_MULTIPLE = 16  # float8 matrix units take operands in multiples of 16
+
+
+def check_options(job_config: Any, shape: ModelShape, plan: RunPlan, *, on_accelerator: bool) -> None:
+    """Raise ConfigError for a combination of TorchTitan's options that this model cannot run."""
+    _check_activation_checkpoint(job_config)
+    _check_data_parallel(job_config, plan)
+    if job_config.parallelism.enable_async_tensor_parallel:
+        _check_async_tp(job_config, plan, on_accelerator)
+    if "float8" in job_config.model.converters:
+        _check_float8(job_config, shape, plan, on_accelerator)
+
+
+def compiles_model(job_config: Any) -> bool:
+    return bool(job_config.compile.enable) and "model" in job_config.compile.components
+
+
+def _check_activation_checkpoint(job_config: Any) -> None:
+    options = job_config.activation_checkpoint
+    if options.mode not in _CHECKPOINTING:
+        raise ConfigError(f"activation_checkpoint.mode={options.mode!r} is unknown; use {_quoted(_CHECKPOINTING)}")
+    every = options.selective_ac_option
+    if options.mode == "selective" and every != "op" and not (every.isdigit() and int(every) > 0):
+        raise ConfigError(
+            f'activation_checkpoint.selective_ac_option={every!r} is unknown; use "op", or a positive number n to '
+            f"recompute every n-th block"
+        )
+    if options.mode == "memory_budget" and not compiles_model(job_config):
+        raise ConfigError(
+            'activation_checkpoint.mode="memory_budget" is carried out by the compiler; '
+            'set compile.enable=true with "model" in compile.components, or use "full" or "selective"'
+        )
+
+
+def _check_data_parallel(job_config: Any, plan: RunPlan) -> None:
+    reshard = job_config.parallelism.fsdp_reshard_after_forward
+    if reshard not in _RESHARD:
+        raise ConfigError(f"parallelism.fsdp_reshard_after_forward={reshard!r} is unknown; use {_quoted(_RESHARD)}")
+    sharded = plan.data_parallel_degree > plan.data_parallel_replicate_degree
+    if job_config.training.enable_cpu_offload and not sharded:
+        raise ConfigError(
+            "training.enable_cpu_offload needs FSDP, which moves the parameters; "
+            "set parallelism.data_parallel_shard_degree to 2 or more, or switch it off"
+        )
+    if job_config.optimizer.early_step_in_backward:
+        raise ConfigError(
+            "optimizer.early_step_in_backward updates parameters before the gradient norm is known and before "
+            "accumulation ends: clipping, the reported norm and the step would be wrong; set it to false"
+        )
+
+
+def _check_async_tp(job_config: Any, plan: RunPlan, on_accelerator: bool) -> None:
+    key = "parallelism.enable_async_tensor_parallel"
+    if not on_accelerator:
+        raise ConfigError(f"{key} needs GPUs with symmetric memory, and there is only a CPU; switch it off")
+    if plan.tensor_parallel_degree == 1:
+        raise ConfigError(f"{key} needs parallelism.tensor_parallel_degree of 2 or more, which is 1; switch it off")
+    if not compiles_model(job_config):
+        raise ConfigError(f'{key} is done by the compiler; set compile.enable=true with "model" in compile.components')
+
+
+def _check_float8(job_config: Any, shape: ModelShape, plan: RunPlan, on_accelerator: bool) -> None:
+    if find_spec("torchao") is None:
+        raise ConfigError('model.converters=["float8"] needs torchao; pip install "torchtitan-mixle[float8]"')
+    options = job_config.quantize.linear.float8
+    if not on_accelerator and not options.emulate:
+        raise ConfigError(
+            'model.converters=["float8"] needs GPUs with float8 units, and there is only a CPU; '
+            "remove it, or set quantize.linear.float8.emulate=true to try the arithmetic out"
+        )
+    if not any(name in "head" for name in options.filter_fqns):
+        raise ConfigError(
+            'model.converters=["float8"] would convert the head, which is the token embedding too; '
+            'set quantize.linear.float8.filter_fqns=["head"]'
+        )
+    width = shape.d_model // plan.tensor_parallel_degree
+    if width % _FLOAT8_MULTIPLE:
+        raise ConfigError(
+            f'model.converters=["float8"] needs d_model/tp in multiples of {_FLOAT8_MULTIPLE}, which '
+            f"{shape.d_model}/{plan.tensor_parallel_degree} is not; lower parallelism.tensor_parallel_degree"
+        )
+
+
+def _quoted(values: tuple[str, ...]) -> str:
+    return ", ".join(f'"{value}"' for value in values)
