@@ -59,6 +59,12 @@ def train(overrides: dict[str, Any]) -> list[dict[str, Any]]:
     trainer = build_trainer(overrides)
     trainer.train()
     trainer.close()
+    return metrics_of(overrides)
+
+
+def metrics_of(overrides: dict[str, Any]) -> list[dict[str, Any]]:
+    """The lines that rank 0 wrote, once it has written them."""
+    torch.distributed.barrier()
     return read_lines(Path(overrides["job.dump_folder"]) / "metrics.jsonl")
 
 

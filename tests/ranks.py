@@ -8,13 +8,15 @@ import gc
 import multiprocessing
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 240
+GRACE_S = 10  # for the other ranks once one has failed
 
 
 class RankFailure(AssertionError):
@@ -25,36 +27,63 @@ class RankPool:
     """`run(f, world_size, *args)` calls f(*args) on ranks 0..world_size-1 of a fresh gloo group."""
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torchtitan.train", "torchtitan_mixle.spec"])
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["torchtitan.train", "torchtitan_mixle.spec"])
+        self._size = size
+        self._start()
+
+    def _start(self) -> None:
         self._connections: list[Connection] = []
         self._processes = []
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank), daemon=True)
+        for rank in range(self._size):
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs, rank))
             process.start()
+            theirs.close()
             self._connections.append(ours)
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-        """Results by rank. RankFailure if any rank raised."""
+        """Results by rank. RankFailure if any rank raised, died or did not answer in time."""
         with tempfile.TemporaryDirectory() as folder:
-            used = self._connections[:world_size]
-            for connection in used:
+            for connection in self._connections[:world_size]:
                 connection.send((function, args, world_size, str(Path(folder) / "store")))
-            replies = []
-            for rank, connection in enumerate(used):
-                if not connection.poll(TIMEOUT_S):
-                    raise RankFailure(f"rank {rank} of {world_size} did not answer within {TIMEOUT_S} s")
-                replies.append(connection.recv())
-        failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(replies) if not ok]
+            replies = self._replies(world_size)
+        failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in sorted(replies.items()) if not ok]
+        if silent := sorted(set(range(world_size)) - set(replies)):
+            # They wait for a rank that failed, or hang: their processes are of no use any more.
+            failures.append(f"ranks {silent} of {world_size} did not answer")
+            self.close(kill=True)
+            self._start()
         if failures:
             raise RankFailure("\n".join(failures))
-        return [value for _, value in replies]
+        return [replies[rank][1] for rank in range(world_size)]
 
-    def close(self) -> None:
-        for connection in self._connections:
-            connection.send(None)
+    def _replies(self, world_size: int) -> dict[int, tuple[bool, Any]]:
+        """(succeeded, result or traceback) by rank; ranks that stay silent are left out."""
+        replies: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + TIMEOUT_S
+        while len(replies) < world_size:
+            waiting = {self._connections[rank]: rank for rank in range(world_size) if rank not in replies}
+            ready = wait(list(waiting), timeout=max(0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                try:
+                    reply = connection.recv()
+                except EOFError:
+                    reply = (False, "the process died")
+                if not reply[0]:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                replies[waiting[connection]] = reply
+        return replies
+
+    def close(self, *, kill: bool = False) -> None:
+        for connection, process in zip(self._connections, self._processes, strict=True):
+            if kill:
+                process.kill()
+            else:
+                connection.send(None)
         for process in self._processes:
             process.join(10)
 

@@ -131,7 +131,7 @@ ODD_LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("ignored", [0.0, 0.3])
+@pytest.mark.parametrize("ignored", [pytest.param(0.0, marks=pytest.mark.slow), 0.3])
 @pytest.mark.parametrize("layout", ODD_LAYOUTS)
 def test_odd_sizes(layout: str, ignored: float, odd_data: Path, ranks: RankPool, tmp_path: Path) -> None:
     data = {"training.dataset": "tokens", "training.dataset_path": str(odd_data)}

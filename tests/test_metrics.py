@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import TINY, build_trainer, job_config, read_lines, train
+from tests.jobs import TINY, build_trainer, job_config, metrics_of, read_lines, train
 from tests.ranks import RankPool
 from torchtitan_mixle.metrics.jsonl import StepLog
 
@@ -59,7 +59,7 @@ def log_with_a_clock(overrides: dict[str, Any], seconds: float) -> dict[str, Any
     finally:
         processor.time.perf_counter = clock
         trainer.close()
-    return read_lines(Path(overrides["job.dump_folder"]) / "metrics.jsonl")[0]
+    return metrics_of(overrides)[0]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -98,5 +98,8 @@ def install_cpu_device() -> None:
     metrics.DeviceMemoryMonitor.__init__.__defaults__ = ("cpu:0",)
     # TorchTitan enters autocast for float32 too, which on a CPU does nothing but say so, and seeds DTensor's random
     # operators, which the model does not use.
-    for message in ("In CPU autocast, but the target dtype is not supported", "DTensor random operators may not"):
+    for message in (
+        "In CPU autocast, but the target dtype is not supported",
+        r"DTensor (random operators|manual_seed\(\)) may not have complete support on cpu",
+    ):
         warnings.filterwarnings("ignore", message=message)

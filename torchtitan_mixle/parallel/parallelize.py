@@ -1,4 +1,4 @@
-"""TorchTitan's `parallelize_fn`: activation checkpointing, then compile, then data parallelism."""
+"""TorchTitan's `parallelize_fn`: tensor parallelism, recomputation, compile, data parallelism."""
 
 import logging
 from functools import partial
@@ -16,6 +16,7 @@ from torchtitan_mixle.parallel.precision import apply_precision, policy
 from torchtitan_mixle.parallel.replicated import reduce_after_backward
 from torchtitan_mixle.parallel.tensor import apply_tp
 from torchtitan_mixle.planning.check import run_plan
+from torchtitan_mixle.planning.options import compiles_model
 
 logger = logging.getLogger(__name__)
 
@@ -34,18 +35,17 @@ _SAVED_OPS = {
 def parallelize(model: CausalLM, parallel_dims: ParallelDims, job_config: JobConfig) -> CausalLM:
     """Prepare `model` (on the meta device) for this rank. The order matters: each step wraps what the last one left."""
     if parallel_dims.tp_enabled:
-        apply_tp(model, parallel_dims.get_mesh("tp"), loss_parallel=not job_config.parallelism.disable_loss_parallel)
-    compile_model = job_config.compile.enable and "model" in job_config.compile.components
-    if job_config.activation_checkpoint.mode != "none":
-        apply_ac(
-            model,
-            job_config.activation_checkpoint,
-            model_compile_enabled=compile_model,
-            op_sac_save_list=_SAVED_OPS,
-            base_folder=job_config.job.dump_folder,
-        )
-    if compile_model:
-        apply_compile(model, backend=job_config.compile.backend)
+        tp_mesh = parallel_dims.get_mesh("tp")
+        apply_tp(model, tp_mesh, loss_parallel=not job_config.parallelism.disable_loss_parallel)
+        # Ranks that share a vocabulary unevenly run different code, but the compiler's cache, which they share too,
+        # tells their entries apart by whole sizes only.
+        torch.compiler.config.cache_key_tag = f"tp rank {tp_mesh.get_local_rank()} of {tp_mesh.size()}"
+    if _recomputes_compiled_blocks(parallel_dims, job_config):
+        apply_compile(model, job_config)
+        apply_recomputation(model, job_config)
+    else:
+        apply_recomputation(model, job_config)
+        apply_compile(model, job_config)
     if parallel_dims.fsdp_enabled:
         apply_fsdp(model, parallel_dims, job_config)
     elif parallel_dims.dp_replicate_enabled:
@@ -56,10 +56,35 @@ def parallelize(model: CausalLM, parallel_dims: ParallelDims, job_config: JobCon
     return model
 
 
-def apply_compile(model: CausalLM, *, backend: str) -> None:
+def _recomputes_compiled_blocks(parallel_dims: ParallelDims, job_config: JobConfig) -> bool:
+    """Whether recomputation runs a compiled block once more, instead of being compiled into it.
+
+    As a rule the compiler sees the recomputation and fuses it with the backward pass. With tensor parallelism
+    torch 2.13's partitioner then has to carry the device mesh over to the recomputed reduce-scatters, and fails an
+    assertion about saved tensors. It does not where they are saved, as recomputation by op saves them.
+    """
+    options = job_config.activation_checkpoint
+    by_op = options.mode == "selective" and options.selective_ac_option == "op"
+    return parallel_dims.tp_enabled and not by_op
+
+
+def apply_recomputation(model: CausalLM, job_config: JobConfig) -> None:
+    """TorchTitan's activation checkpointing: whole blocks, every n-th block, or what is cheap to compute again."""
+    if job_config.activation_checkpoint.mode != "none":
+        apply_ac(
+            model,
+            job_config.activation_checkpoint,
+            model_compile_enabled=compiles_model(job_config),
+            op_sac_save_list=_SAVED_OPS,
+            base_folder=job_config.job.dump_folder,
+        )
+
+
+def apply_compile(model: CausalLM, job_config: JobConfig) -> None:
     """Compile block by block: the blocks are alike, so one compilation serves all. Names stay as they are."""
-    for block in model.blocks.values():
-        block.compile(backend=backend, fullgraph=True)
+    if compiles_model(job_config):
+        for block in model.blocks.values():
+            block.compile(backend=job_config.compile.backend, fullgraph=True)
 
 
 def apply_fsdp(model: CausalLM, parallel_dims: ParallelDims, job_config: JobConfig) -> None:

@@ -1,0 +1,101 @@
+"""Compile and recomputation change speed and memory, never the numbers."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.jobs import TINY, build_trainer
+from tests.ranks import RankPool
+
+SHARD = "parallelism.data_parallel_shard_degree"
+TENSOR = "parallelism.tensor_parallel_degree"
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "1": (1, {}),
+    "fsdp2": (2, {SHARD: 2}),
+    "tp2": (2, {TENSOR: 2}),
+    "fsdp2xtp2": (4, {SHARD: 2, TENSOR: 2}),
+}
+RECOMPUTATION: dict[str, dict[str, Any]] = {
+    "none": {"activation_checkpoint.mode": "none"},
+    "full": {"activation_checkpoint.mode": "full"},
+    "every second": {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "2"},
+    "op": {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"},
+}
+STEPS = 4
+
+
+def steps(overrides: dict[str, Any], env: dict[str, str]) -> dict[str, Any]:
+    """Losses and norms of a few steps; from the third on a recompilation is an error."""
+    import torch
+    from torch._dynamo.utils import counters
+
+    os.environ.update(env)
+    torch._dynamo.reset()
+    counters.clear()
+    trainer = build_trainer(overrides)
+    log: list[tuple[float, float]] = []
+    trainer.metrics_processor.log = lambda step, loss, max_loss, norm, **k: log.append((loss, norm))
+    batches = trainer.batch_generator(trainer.dataloader)
+    for step in range(1, STEPS + 1):
+        with torch._dynamo.config.patch(error_on_recompile=step >= 3):
+            trainer.step += 1
+            trainer.train_step(batches)
+    names = [name for name, _ in trainer.model_parts[0].named_parameters()]
+    trainer.close()
+    return {
+        "log": log,
+        "graph_breaks": dict(counters["graph_break"]),
+        "graphs": counters["stats"]["unique_graphs"],
+        "names": names,
+    }
+
+
+def run(
+    ranks: RankPool, layout: str, overrides: dict[str, Any], folder: Path, env: dict[str, str] | None = None
+) -> dict[str, Any]:
+    world_size, degrees = LAYOUTS[layout]
+    job = TINY | degrees | {"job.dump_folder": str(folder), "training.global_batch_size": 4} | overrides
+    return ranks.run(steps, world_size, job, env or {})[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+def test_compiled_equals_eager(backend: str, layout: str, ranks: RankPool, tmp_path: Path) -> None:
+    """Each way to recompute, with and without compile, against plain eager of the same layout."""
+    eager = run(ranks, layout, {}, tmp_path / "eager")
+    assert eager["graphs"] == 0
+    for name, recompute in RECOMPUTATION.items():
+        result = run(ranks, layout, recompute | {"compile.enable": True, "compile.backend": backend}, tmp_path / name)
+        assert result["graphs"] > 0
+        assert not result["graph_breaks"]
+        for (loss, norm), (expected_loss, expected_norm) in zip(result["log"], eager["log"], strict=True):
+            assert loss == pytest.approx(expected_loss, rel=1e-6), name
+            assert norm == pytest.approx(expected_norm, rel=1e-4), name
+
+
+@pytest.mark.slow
+def test_ranks_do_not_take_each_others_code_from_the_cache(ranks: RankPool, tmp_path: Path) -> None:
+    """257 columns of logits are 129 on one rank and 128 on the other; both compile into one cache, then start anew."""
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    job = {"compile.enable": True}
+    first = run(ranks, "tp2", job, tmp_path / "cold", cache)
+    again = run(ranks, "tp2", job, tmp_path / "warm", cache)
+    assert first["log"] == again["log"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_recomputation_is_bitwise(layout: str, ranks: RankPool, tmp_path: Path) -> None:
+    plain = run(ranks, layout, {}, tmp_path / "plain")
+    for name, recompute in RECOMPUTATION.items():
+        assert run(ranks, layout, recompute, tmp_path / name)["log"] == plain["log"], name
+
+
+@pytest.mark.slow
+def test_memory_budget(ranks: RankPool, tmp_path: Path) -> None:
+    plain = run(ranks, "1", {}, tmp_path / "plain")
+    budget = {"activation_checkpoint.mode": "memory_budget", "compile.enable": True}
+    result = run(ranks, "1", budget, tmp_path / "budget")
+    assert [loss for loss, _ in result["log"]] == pytest.approx([loss for loss, _ in plain["log"]], abs=1e-5)
