@@ -24,6 +24,7 @@ RECOMPUTATION: dict[str, dict[str, Any]] = {
     "op": {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"},
 }
 STEPS = 4
+CACHED_LAYOUTS = ["tp2", "fsdp2xtp2", "fsdp2xtp2", "tp2"]
 
 
 def steps(overrides: dict[str, Any], env: dict[str, str]) -> dict[str, Any]:
@@ -78,12 +79,15 @@ def test_compiled_equals_eager(backend: str, layout: str, ranks: RankPool, tmp_p
 
 @pytest.mark.slow
 def test_ranks_do_not_take_each_others_code_from_the_cache(ranks: RankPool, tmp_path: Path) -> None:
-    """257 columns of logits are 129 on one rank and 128 on the other; both compile into one cache, then start anew."""
+    """257 columns of logits are 129 on one rank and 128 on the other, and groups differ between replicas.
+
+    All compile into one cache, and later layouts find what earlier ones left there.
+    """
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     job = {"compile.enable": True}
-    first = run(ranks, "tp2", job, tmp_path / "cold", cache)
-    again = run(ranks, "tp2", job, tmp_path / "warm", cache)
-    assert first["log"] == again["log"]
+    logs = [run(ranks, layout, job, tmp_path / str(i), cache)["log"] for i, layout in enumerate(CACHED_LAYOUTS)]
+    for layout, log in zip(CACHED_LAYOUTS, logs, strict=True):
+        assert log == logs[CACHED_LAYOUTS.index(layout)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

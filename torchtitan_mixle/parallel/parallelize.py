@@ -4,6 +4,7 @@ import logging
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -35,11 +36,8 @@ _SAVED_OPS = {
 def parallelize(model: CausalLM, parallel_dims: ParallelDims, job_config: JobConfig) -> CausalLM:
     """Prepare `model` (on the meta device) for this rank. The order matters: each step wraps what the last one left."""
     if parallel_dims.tp_enabled:
-        tp_mesh = parallel_dims.get_mesh("tp")
-        apply_tp(model, tp_mesh, loss_parallel=not job_config.parallelism.disable_loss_parallel)
-        # Ranks that share a vocabulary unevenly run different code, but the compiler's cache, which they share too,
-        # tells their entries apart by whole sizes only.
-        torch.compiler.config.cache_key_tag = f"tp rank {tp_mesh.get_local_rank()} of {tp_mesh.size()}"
+        apply_tp(model, parallel_dims.get_mesh("tp"), loss_parallel=not job_config.parallelism.disable_loss_parallel)
+        _keep_compiled_code_apart(parallel_dims)
     if _recomputes_compiled_blocks(parallel_dims, job_config):
         apply_compile(model, job_config)
         apply_recomputation(model, job_config)
@@ -66,6 +64,18 @@ def _recomputes_compiled_blocks(parallel_dims: ParallelDims, job_config: JobConf
     options = job_config.activation_checkpoint
     by_op = options.mode == "selective" and options.selective_ac_option == "op"
     return parallel_dims.tp_enabled and not by_op
+
+
+def _keep_compiled_code_apart(parallel_dims: ParallelDims) -> None:
+    """Give this rank its own entries in the compiler's cache, which the ranks of a machine share.
+
+    Under tensor parallelism ranks run different code: with different process groups, and with different sizes where
+    they share the vocabulary unevenly. The cache tells neither apart (torch 2.13), so that one rank would be given
+    another's code, in this run or in a later one of another layout.
+    """
+    dims = parallel_dims
+    layout = f"{dims.pp}x{dims.dp_replicate}x{dims.dp_shard}x{dims.cp}x{dims.tp}"
+    torch.compiler.config.cache_key_tag = f"rank {dist.get_rank()} of {layout}"
 
 
 def apply_recomputation(model: CausalLM, job_config: JobConfig) -> None:
