@@ -87,20 +87,20 @@ def steps_with_gradients(overrides: dict[str, Any], *, ignored: float = 0.0) -> 
     from torchtitan_mixle.model.init import plain_name
 
     trainer = build_trainer(overrides)
-    model = trainer.model_parts[0]
-    initial = {plain_name(name): full(p) for name, p in model.state_dict().items()}
+    initial = whole_state(trainer)
     gradients: dict[str, Tensor] = {}
     ids: list[list[int]] = []
 
     def keep_gradients(*_: Any) -> None:
         if not gradients:
-            gradients.update({plain_name(n): full(p.grad) for n, p in model.named_parameters() if p.grad is not None})
+            named = [item for part in trainer.model_parts for item in part.named_parameters()]
+            gradients.update({plain_name(n): full(p.grad) for n, p in named if p.grad is not None})
 
     trainer.optimizers.register_step_pre_hook(keep_gradients)
-    log: list[tuple[float, float]] = []
+    norms: list[float] = []
     report = trainer.metrics_processor.log
     trainer.metrics_processor.log = lambda step, loss, max_loss, norm, **kw: (
-        log.append((loss, norm)),
+        norms.append(norm),
         report(step, loss, max_loss, norm, **kw),
     )
     batches = trainer.batch_generator(_watch(trainer.dataloader, ids, ignored))
@@ -108,16 +108,24 @@ def steps_with_gradients(overrides: dict[str, Any], *, ignored: float = 0.0) -> 
         trainer.step += 1
         trainer.train_step(batches)
     trainer.close()
+    lines = metrics_of(overrides)
     return {
         "initial": initial,
         "gradients": gradients,
-        "loss": [loss for loss, _ in log],
-        "grad_norm": [norm for _, norm in log],
+        "loss": [line["loss"] for line in lines],
+        "grad_norm": norms,
         "batches": ids,
         "dp_rank": trainer.dataloader.dp_rank,
         "optimizer_parameters": sum(p.numel() for o in trainer.optimizers for g in o.param_groups for p in g["params"]),
-        "final": {plain_name(name): full(p) for name, p in model.state_dict().items()},
+        "final": whole_state(trainer),
     }
+
+
+def whole_state(trainer: Any) -> dict[str, Tensor]:
+    """Full weights of this rank's stages, by their names in the bare model."""
+    from torchtitan_mixle.model.init import plain_name
+
+    return {plain_name(n): full(p) for part in trainer.model_parts for n, p in part.state_dict().items()}
 
 
 def _watch(loader: Any, seen: list[list[int]], ignored: float) -> Any:

@@ -104,6 +104,18 @@ def _serve(connection: Connection, rank: int) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            _forget_groups()
             gc.enable()  # TorchTitan's trainer switches it off
             gc.collect()
         connection.send(reply)
+
+
+def _forget_groups() -> None:
+    """Empty DTensor's caches: meshes of two cases can be equal, and the groups behind the earlier one are gone."""
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    for value in vars(_redistribute).values():
+        if hasattr(value, "cache_clear"):
+            value.cache_clear()

@@ -13,6 +13,7 @@ from torchtitan_mixle.errors import ConfigError
 from torchtitan_mixle.model.args import CausalLMArgs, args_of
 from torchtitan_mixle.planning.check import RunPlan, check_plan, check_seq_len, run_plan
 from torchtitan_mixle.planning.options import check_options
+from torchtitan_mixle.planning.stages import check_pipeline
 
 
 def check_job(job_config: JobConfig) -> None:
@@ -20,6 +21,8 @@ def check_job(job_config: JobConfig) -> None:
     args = args_of(job_config)
     plan = run_plan(job_config, dist.get_world_size())
     check_plan(args, plan)
+    if plan.pipeline_parallel_degree > 1:
+        check_pipeline(job_config, args, plan, on_accelerator=torch.accelerator.is_available())
     check_options(job_config, args, plan, on_accelerator=torch.accelerator.is_available())
     _check_training_data(job_config, args, plan)
     if job_config.validation.enable:

@@ -1,11 +1,16 @@
 """The TrainSpec: which of our parts, and which of TorchTitan's, make a training run."""
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.components.loss import build_cross_entropy_loss
+from torchtitan.components.loss import LossFunction, build_cross_entropy_loss
 from torchtitan.components.lr_scheduler import build_lr_schedulers
-from torchtitan.components.optimizer import build_optimizers
+from torchtitan.components.optimizer import OptimizersContainer, build_optimizers
 from torchtitan.components.tokenizer import BaseTokenizer, build_hf_tokenizer
 from torchtitan.config import JobConfig
+from torchtitan.config import Optimizer as OptimizerConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.hf_datasets.text_datasets import build_text_dataloader
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
@@ -17,6 +22,7 @@ from torchtitan_mixle.metrics.processor import CausalLMMetrics, build_metrics_pr
 from torchtitan_mixle.model.args import CausalLMArgs, FlavorArgs, args_of
 from torchtitan_mixle.model.model import CausalLM
 from torchtitan_mixle.parallel.parallelize import parallelize
+from torchtitan_mixle.parallel.pipeline import Pipeline, build_pipeline
 from torchtitan_mixle.preflight import check_job
 from torchtitan_mixle.validate import build_validator
 
@@ -56,15 +62,18 @@ def _hf_tokenizer(job_config: JobConfig) -> BaseTokenizer:
     return tokenizer
 
 
-class LoaderAndMetrics:
-    """Builds the loader and the metrics, which TorchTitan does not introduce to each other.
+class Run:
+    """Builds the parts of a run that must know each other, which TorchTitan does not introduce.
 
-    The loader alone knows how many samples the whole run has consumed: TorchTitan's own count is kept per rank, and is
-    wrong once a run goes on with another number of ranks.
+    The loader alone knows how many samples the whole run has consumed (TorchTitan's own count is kept per rank, and is
+    wrong once a run goes on with another number of ranks). The pipeline knows the tied matrix, which the optimizer must
+    leave to one owner, and which ranks have a loss to report.
     """
 
     def __init__(self) -> None:
         self.loader: BaseDataLoader | None = None
+        self.metrics: CausalLMMetrics | None = None
+        self.pipeline: Pipeline | None = None
 
     def build_dataloader(
         self, dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer | None, job_config: JobConfig
@@ -82,10 +91,43 @@ class LoaderAndMetrics:
     def build_metrics_processor(
         self, job_config: JobConfig, parallel_dims: ParallelDims, model_args: CausalLMArgs, tag: str | None = None
     ) -> CausalLMMetrics:
-        metrics = build_metrics_processor(job_config, parallel_dims, model_args, tag)
+        self.metrics = build_metrics_processor(job_config, parallel_dims, model_args, tag)
+        self.pipeline = None
         if isinstance(self.loader, GlobalOrderLoader):
-            metrics.tokens_seen = self.loader.tokens_seen
-        return metrics
+            self.metrics.tokens_seen = self.loader.tokens_seen
+        return self.metrics
+
+    def pipelining_fn(
+        self,
+        model: CausalLM,
+        parallel_dims: ParallelDims,
+        job_config: JobConfig,
+        device: torch.device,
+        model_args: CausalLMArgs,
+        parallelize_fn: Callable[..., CausalLM],
+        loss_fn: LossFunction,
+    ) -> tuple[Any, list[CausalLM], bool, bool]:
+        pipeline = build_pipeline(model, parallel_dims, job_config, device, parallelize_fn, loss_fn)
+        self.pipeline = pipeline
+        if self.metrics is not None:
+            self.metrics.has_loss = pipeline.has_last_stage
+        return pipeline.schedule, pipeline.parts, pipeline.has_first_stage, pipeline.has_last_stage
+
+    def build_optimizers(
+        self, model_parts: list[CausalLM], optimizer: OptimizerConfig, parallel_dims: ParallelDims
+    ) -> OptimizersContainer:
+        if self.pipeline is None:
+            return build_optimizers(model_parts, optimizer, parallel_dims)
+        tied = self.pipeline.tied
+        mirror = tied.mirror
+        # The optimizer takes what requires a gradient when it is built: not the mirror.
+        if mirror is not None:
+            mirror.requires_grad_(False)
+        optimizers = build_optimizers(model_parts, optimizer, parallel_dims)
+        if mirror is not None:
+            mirror.requires_grad_(True)
+        optimizers.register_step_post_hook(lambda *_: tied.copy_owner())
+        return optimizers
 
 
 def _token_loader(dp_world_size: int, dp_rank: int, job_config: JobConfig) -> GlobalOrderLoader:
@@ -108,19 +150,19 @@ def _token_loader(dp_world_size: int, dp_rank: int, job_config: JobConfig) -> Gl
 
 def train_spec() -> TrainSpec:
     """The spec that is registered as `model.name = "mixle"`."""
-    linked = LoaderAndMetrics()
+    run = Run()
     return TrainSpec(
         model_cls=CausalLM,
         model_args=FlavorArgs(),
         parallelize_fn=parallelize,
-        pipelining_fn=None,
-        build_optimizers_fn=build_optimizers,
+        pipelining_fn=run.pipelining_fn,
+        build_optimizers_fn=run.build_optimizers,
         build_lr_schedulers_fn=build_lr_schedulers,
-        build_dataloader_fn=linked.build_dataloader,
+        build_dataloader_fn=run.build_dataloader,
         build_tokenizer_fn=build_tokenizer,
         build_loss_fn=build_cross_entropy_loss,
         build_validator_fn=build_validator,
-        build_metrics_processor_fn=linked.build_metrics_processor,
+        build_metrics_processor_fn=run.build_metrics_processor,
     )
 
 

@@ -34,7 +34,9 @@ def build_validator(
     validation_context: ValidationContext,
     maybe_enable_amp: AbstractContextManager[None],
     metrics_processor: CausalLMMetrics,
-    **pipeline: Any,
+    pp_schedule: Any = None,
+    pp_has_first_stage: bool | None = None,
+    pp_has_last_stage: bool | None = None,
 ) -> "CausalLMValidator":
     """TorchTitan's `build_validator_fn`."""
     return CausalLMValidator(
@@ -45,6 +47,7 @@ def build_validator(
         validation_context=validation_context,
         maybe_enable_amp=maybe_enable_amp,
         metrics_processor=metrics_processor,
+        pipeline=None if pp_schedule is None else (pp_schedule, bool(pp_has_first_stage), bool(pp_has_last_stage)),
     )
 
 
@@ -79,6 +82,7 @@ class CausalLMValidator(BaseValidator):
         validation_context: ValidationContext,
         maybe_enable_amp: AbstractContextManager[None],
         metrics_processor: CausalLMMetrics,
+        pipeline: tuple[Any, bool, bool] | None = None,
     ) -> None:
         super().__init__(job_config)
         self.batches = batches
@@ -87,6 +91,8 @@ class CausalLMValidator(BaseValidator):
         self.validation_context = validation_context
         self.maybe_enable_amp = maybe_enable_amp
         self.metrics_processor = metrics_processor
+        self.pipeline = pipeline
+        """(schedule, has the first stage, has the last stage) of this rank, or None without a pipeline."""
 
     def should_validate(self, step: int) -> bool:
         """At TorchTitan's steps (the first, and every `validation.freq`), and after the last one."""
@@ -103,8 +109,9 @@ class CausalLMValidator(BaseValidator):
             if number == self.job_config.validation.steps:
                 break
             totals += self._sum_loss(model_parts[0], inputs["input"].to(device), labels.to(device))
-        if (mesh := self.parallel_dims.get_optional_mesh("loss")) is not None:
-            dist.all_reduce(totals, group=mesh.get_group())
+        for axis in ("loss", "pp"):
+            if (mesh := self.parallel_dims.get_optional_mesh(axis)) is not None:
+                dist.all_reduce(totals, group=mesh.get_group())
         loss_sum, tokens = totals.tolist()
         for part in model_parts:
             part.train()
@@ -112,9 +119,20 @@ class CausalLMValidator(BaseValidator):
         self.metrics_processor.leave_out(time.perf_counter() - began)
 
     def _sum_loss(self, model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
-        """(loss sum, token count) of one local batch, float64 (2,)."""
-        with self.validation_context(), self.maybe_enable_amp:
-            loss = self.loss_fn(model(tokens), labels)
+        """(loss sum, token count) of one local batch, float64 (2,); zeros on a pipeline's earlier stages."""
+        if self.pipeline is None:
+            with self.validation_context(), self.maybe_enable_amp:
+                loss = self.loss_fn(model(tokens), labels)
+        else:
+            schedule, has_first_stage, has_last_stage = self.pipeline
+            losses: list[Tensor] | None = [] if has_last_stage else None
+            with self.validation_context():
+                schedule.eval(
+                    *([tokens] if has_first_stage else []), target=labels if has_last_stage else None, losses=losses
+                )
+            if losses is None:
+                return torch.zeros(2, dtype=torch.float64, device=tokens.device)
+            loss = torch.stack(losses).sum().to(tokens.device)
         if isinstance(loss, DTensor):
             loss = loss.full_tensor()
         return torch.stack([loss.double(), (labels != IGNORE_INDEX).sum().double()])

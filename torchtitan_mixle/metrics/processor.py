@@ -7,10 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.tools import utils
 
 from torchtitan_mixle.metrics.counting import flops_per_token
 from torchtitan_mixle.metrics.hardware import peak_flops
@@ -40,6 +42,8 @@ class CausalLMMetrics(MetricsProcessor):
         self.peak = self._device_peak(job_config.mixle.peak_tflops)
         self.tokens_seen: Callable[[], int] | None = None
         """The run's own count of tokens, where the loader keeps one."""
+        self.has_loss = True
+        """Whether this rank's loss is one: in a pipeline only the last stage's is."""
         folder = Path(job_config.job.dump_folder)
         is_writer = dist.get_rank() == 0
         self.train_log = StepLog(folder / "metrics.jsonl") if is_writer else None
@@ -66,6 +70,7 @@ class CausalLMMetrics(MetricsProcessor):
         extra = dict(extra_metrics or {})
         if self.tokens_seen is not None:
             extra["n_tokens_seen"] = self.tokens_seen()
+        global_avg_loss, global_max_loss = self._from_last_stage(global_avg_loss, global_max_loss)
         seconds = time.perf_counter() - self.time_last_log
         rates = self._rates(seconds)
         memory = self.device_memory_monitor.get_peak_stats()
@@ -101,6 +106,17 @@ class CausalLMMetrics(MetricsProcessor):
             )
         self._print_step(step, global_avg_loss, grad_norm, rates, memory.max_reserved_gib)
         self._restart_interval()
+
+    def _from_last_stage(self, *losses: float) -> list[float]:
+        """The losses of the pipeline's last stage, on every stage."""
+        mesh = self.parallel_dims.get_optional_mesh("pp")
+        if mesh is None:
+            return list(losses)
+        values = torch.tensor(losses, dtype=torch.float64, device=utils.device_type)
+        if not self.has_loss:
+            values.zero_()
+        dist.all_reduce(values, group=mesh.get_group())
+        return values.tolist()
 
     def _rates(self, seconds: float) -> dict[str, float]:
         dims = self.parallel_dims

@@ -59,5 +59,7 @@ def _own_slice(full: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _name_seed(name: str, seed: int) -> int:
+    if name == "head.weight":  # alone on a pipeline's last stage: the mirror of the first stage's embedding
+        name = "tok.weight"
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1  # a generator takes a signed 64-bit seed

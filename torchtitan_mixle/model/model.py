@@ -77,7 +77,8 @@ class CausalLM(ModelProtocol):
 
     def tie_weights(self) -> None:
         """Make head and embedding one parameter (again): materialising or sharding replaces each by itself."""
-        self.head.weight = self.tok.weight
+        if self.tok is not None and self.head is not None:  # both are there unless this is a pipeline stage
+            self.head.weight = self.tok.weight
 
     @property
     def layers(self) -> nn.ModuleDict:
@@ -85,14 +86,24 @@ class CausalLM(ModelProtocol):
         return self.blocks
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Logits (B, T, V) of `tokens` (B, T); `positions` (T,) or (B, T) default to 0..T-1."""
-        if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.tok(tokens) + self.pos(positions)  # (B, T, d)
+        """Logits (B, T, V) of `tokens` (B, T); `positions` (T,) or (B, T) default to 0..T-1.
+
+        A pipeline stage lacks modules (they are None): it takes hidden states (B, T, d) where it has no embeddings and
+        gives hidden states where it has no head.
+        """
+        x = tokens if self.tok is None else self.embed(tokens, positions)  # (B, T, d)
         for block in self.blocks.values():
             x = block(x)
+        if self.head is None:
+            return x
         # mixle scales the logits; the same factor on the head's input costs d instead of V multiplications a token.
         return self.head(self.ln(x) * self.mup_output_multiplier)
+
+    def embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        """Token and position embeddings, (B, T, d)."""
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.tok(tokens) + self.pos(positions)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
         """Fill freshly materialised parameters and buffers; the result does not depend on how they are sharded."""

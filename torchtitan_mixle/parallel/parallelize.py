@@ -48,7 +48,7 @@ def parallelize(model: CausalLM, parallel_dims: ParallelDims, job_config: JobCon
         apply_fsdp(model, parallel_dims, job_config)
     elif parallel_dims.dp_replicate_enabled:
         apply_ddp(model, parallel_dims, job_config)
-    elif parallel_dims.tp_enabled:
+    elif parallel_dims.tp_enabled and not parallel_dims.pp_enabled:  # a pipeline does it at the end of its schedule
         reduce_after_backward(model, every=run_plan(job_config, parallel_dims.world_size).accumulation_steps)
     apply_precision(model, parallel_dims, job_config)
     return model
@@ -108,8 +108,10 @@ def apply_fsdp(model: CausalLM, parallel_dims: ParallelDims, job_config: JobConf
     offload = CPUOffloadPolicy() if job_config.training.enable_cpu_offload else OffloadPolicy()
     shard = partial(fully_shard, mesh=mesh, mp_policy=policy(job_config), offload_policy=offload)
     reshard = job_config.parallelism.fsdp_reshard_after_forward
+    # In a pipeline every microbatch would gather the parameters again.
+    reshard_blocks = reshard == "always" or (reshard == "default" and not parallel_dims.pp_enabled)
     for block in model.blocks.values():
-        shard(block, reshard_after_forward=reshard != "never")
+        shard(block, reshard_after_forward=reshard_blocks)
     shard(model, reshard_after_forward=reshard == "always")
     _sum_gradients(model)
     logger.info("Applied %s over %s ranks", "HSDP" if len(axes) == 2 else "FSDP", mesh.size())
@@ -119,7 +121,8 @@ def apply_ddp(model: CausalLM, parallel_dims: ParallelDims, job_config: JobConfi
     """Whole replicas: FSDP2's machinery with nothing sharded, since the older DDP can only average gradients."""
     mesh = parallel_dims.get_mesh("dp_replicate")
     # Alone, DDP runs under the trainer's autocast, which keeps the parameters as they are.
-    mp_policy = policy(job_config) if parallel_dims.tp_enabled else MixedPrecisionPolicy()
+    alone = not (parallel_dims.tp_enabled or parallel_dims.pp_enabled)
+    mp_policy = MixedPrecisionPolicy() if alone else policy(job_config)
     for block in model.blocks.values():
         replicate(block, mesh=mesh, mp_policy=mp_policy)
     replicate(model, mesh=mesh, mp_policy=mp_policy)

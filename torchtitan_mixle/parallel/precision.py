@@ -27,16 +27,17 @@ def apply_precision(model: CausalLM, parallel_dims: ParallelDims, job_config: Jo
     """Say which dtype the model computes in and by what, and bring it about where nobody else does.
 
     FSDP2 casts the parameters it gathers, and so does DDP here. The trainer enters autocast for one process and for
-    DDP alone, but for nothing where tensor parallelism stands without them: there the model enters it itself.
+    DDP alone, but for nothing where tensor or pipeline parallelism stands without them: there the model enters it.
     """
     dtype = TORCH_DTYPE_MAP[job_config.training.mixed_precision_param]
-    if parallel_dims.fsdp_enabled or (parallel_dims.dp_replicate_enabled and parallel_dims.tp_enabled):
+    shares_model = parallel_dims.tp_enabled or parallel_dims.pp_enabled
+    if parallel_dims.fsdp_enabled or (parallel_dims.dp_replicate_enabled and shares_model):
         means = "cast on gathering"
     elif dtype == torch.float32:
         means = "as stored"
     else:
         means = "autocast"
-        if parallel_dims.tp_enabled:
+        if shares_model:
             _autocast(model, dtype)
     logger.info(
         "Computes in %s (%s); parameters are %s, gradients are reduced in %s",

@@ -55,7 +55,9 @@ def outer_plan(*, loss_parallel: bool) -> dict[str, ParallelStyle]:
 
 def apply_tp(model: CausalLM, mesh: DeviceMesh, *, loss_parallel: bool) -> None:
     """Share `model` over the ranks of `mesh` (1-D). Parameters become DTensors under the same names."""
-    parallelize_module(model, mesh, outer_plan(loss_parallel=loss_parallel))
+    outer = outer_plan(loss_parallel=loss_parallel)
+    # A pipeline stage has not all of the modules.
+    parallelize_module(model, mesh, {name: style for name, style in outer.items() if getattr(model, name) is not None})
     for block in model.blocks.values():
         parallelize_module(block, mesh, block_plan())
     model.tie_weights()  # sharding replaced embedding and head one by one

@@ -63,7 +63,6 @@ def run_plan(job_config: Any, world_size: int) -> RunPlan:
 
 # Axis -> (TOML key's field, what it is called).
 _NOT_THERE_YET = {
-    "pipeline_parallel_degree": "pipeline parallelism",
     "context_parallel_degree": "context parallelism",
 }
 
