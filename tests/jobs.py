@@ -44,7 +44,13 @@ def flags(overrides: dict[str, Any]) -> list[str]:
 def job_config(overrides: dict[str, Any], config: Path = DEBUG_CONFIG) -> Any:
     from torchtitan.config import ConfigManager
 
-    return ConfigManager().parse_args(["--job.config_file", str(config), *flags(overrides)])
+    lists = {key: value for key, value in overrides.items() if isinstance(value, list)}  # the command line has none
+    scalars = {key: value for key, value in overrides.items() if key not in lists}
+    result = ConfigManager().parse_args(["--job.config_file", str(config), *flags(scalars)])
+    for key, value in lists.items():
+        section, name = key.split(".")
+        setattr(getattr(result, section), name, value)
+    return result
 
 
 def build_trainer(overrides: dict[str, Any]) -> Any:
@@ -89,6 +95,7 @@ def steps_with_gradients(overrides: dict[str, Any], *, ignored: float = 0.0) -> 
     trainer = build_trainer(overrides)
     initial = whole_state(trainer)
     gradients: dict[str, Tensor] = {}
+    tied: list[dict[str, Tensor]] = []
     ids: list[list[int]] = []
 
     def keep_gradients(*_: Any) -> None:
@@ -107,6 +114,7 @@ def steps_with_gradients(overrides: dict[str, Any], *, ignored: float = 0.0) -> 
     while trainer.should_continue_training():
         trainer.step += 1
         trainer.train_step(batches)
+        tied.append({key: value for key, value in whole_state(trainer).items() if key in ("tok.weight", "head.weight")})
     trainer.close()
     lines = metrics_of(overrides)
     return {
@@ -117,6 +125,7 @@ def steps_with_gradients(overrides: dict[str, Any], *, ignored: float = 0.0) -> 
         "batches": ids,
         "dp_rank": trainer.dataloader.dp_rank,
         "optimizer_parameters": sum(p.numel() for o in trainer.optimizers for g in o.param_groups for p in g["params"]),
+        "tied": tied,
         "final": whole_state(trainer),
     }
 

@@ -1,13 +1,21 @@
 """Every pipeline is the one-process run: same start, same loss, same norm, same gradients, one tied matrix."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tests.jobs import TINY, steps_with_gradients
+from tests.jobs import TINY, job_config, read_lines, steps_with_gradients, train
 from tests.ranks import RankPool
+from tests.test_metrics import scalars
+from torchtitan_mixle.errors import ConfigError
+from torchtitan_mixle.model.args import args_of
+from torchtitan_mixle.planning.check import run_plan
+from torchtitan_mixle.planning.stages import check_pipeline, stage_modules
 
 PIPELINE = "parallelism.pipeline_parallel_degree"
 SCHEDULE = "parallelism.pipeline_parallel_schedule"
@@ -54,7 +62,9 @@ def compare(results: list[dict[str, Any]], reference: dict[str, Any]) -> None:
     for name, gradient in reference["gradients"].items():
         error = (gradients[name] - gradient).norm() / gradient.norm()
         assert error < 1e-4, f"gradient of {name}: {error:.1e}"
-    assert torch.equal(final["tok.weight"], final["head.weight"])
+    for step in zip(*(result["tied"] for result in results), strict=True):
+        ends = {name: value for rank in step for name, value in rank.items()}
+        assert torch.equal(ends["tok.weight"], ends["head.weight"])
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +84,231 @@ def test_layout(layout: str, one_process: dict[str, Any], ranks: RankPool, tmp_p
 def test_schedule(schedule: str, one_process: dict[str, Any], ranks: RankPool, tmp_path: Path) -> None:
     job = sizes({PIPELINE: 2}) | {SCHEDULE: schedule, "job.dump_folder": str(tmp_path)}
     compare(ranks.run(steps_with_gradients, 2, job), one_process)
+
+
+SLOW_CASES: dict[str, tuple[int, dict[str, Any], int]] = {
+    # name: (ranks, overrides, accumulation)
+    "accumulation 2": (2, {PIPELINE: 2}, 2),
+    "accumulation 4": (2, {PIPELINE: 2, SCHEDULE: "GPipe"}, 4),
+    "accumulation 2, fsdp2": (4, {PIPELINE: 2, SHARD: 2}, 2),
+    "accumulation 2, tp2": (4, {PIPELINE: 2, TENSOR: 2}, 2),
+    "loss parallel off": (4, {PIPELINE: 2, TENSOR: 2, "parallelism.disable_loss_parallel": True}, 1),
+    "full recomputation": (2, {PIPELINE: 2, "activation_checkpoint.mode": "full"}, 1),
+    "compile": (2, {PIPELINE: 2, "compile.enable": True, "compile.backend": "aot_eager"}, 1),
+    "microbatches of 2": (2, {PIPELINE: 2, "parallelism.pipeline_parallel_microbatch_size": 2}, 1),
+    "one stage less by TorchTitan's weights": (
+        2,
+        {
+            PIPELINE: 2,
+            "parallelism.pipeline_parallel_first_stage_less_layers": 1,
+            "parallelism.pipeline_parallel_last_stage_less_layers": 1,
+        },
+        1,
+    ),
+    **{
+        f"{schedule}, {name}": (ranks, layout | {SCHEDULE: schedule}, accumulation)
+        for schedule in ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+        for name, ranks, layout, accumulation in (
+            ("fsdp2", 4, {PIPELINE: 2, SHARD: 2}, 1),
+            ("ddp2", 4, {PIPELINE: 2, REPLICATE: 2, SHARD: 1}, 1),
+            ("tp2", 4, {PIPELINE: 2, TENSOR: 2}, 1),
+            ("full recomputation", 2, {PIPELINE: 2, "activation_checkpoint.mode": "full"}, 1),
+            ("accumulation 2, fsdp2", 4, {PIPELINE: 2, SHARD: 2}, 2),
+        )
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW_CASES)
+def test_case(case: str, one_process: dict[str, Any], ranks: RankPool, tmp_path: Path) -> None:
+    world_size, overrides, accumulation = SLOW_CASES[case]
+    job = sizes(EVEN | overrides, accumulation=accumulation) | {"job.dump_folder": str(tmp_path)}
+    if SCHEDULE not in overrides and accumulation > 1:
+        job[SCHEDULE] = "GPipe"  # which runs with fewer microbatches than stages
+    compare(ranks.run(steps_with_gradients, world_size, job), one_process)
+
+
+def odd_shape(overrides: dict[str, Any], n_layer: int, ignored: float) -> dict[str, Any]:
+    """Blocks that the stages cannot share evenly, an odd vocabulary, an odd length, labels left out."""
+    from torchtitan_mixle.flavors import FLAVORS, Flavor
+
+    FLAVORS["odd"] = Flavor(vocab_size=259, d_model=48, n_layer=n_layer, n_head=6, block=31)
+    try:
+        return steps_with_gradients(overrides | {"model.flavor": "odd", "training.seq_len": 30}, ignored=ignored)
+    finally:
+        del FLAVORS["odd"]
+
+
+ODD: dict[str, tuple[int, dict[str, Any]]] = {
+    "pp2": (2, {PIPELINE: 2}),
+    "pp3": (3, {PIPELINE: 3}),
+    "pp4xtp2": (8, {PIPELINE: 4, TENSOR: 2}),
+    "three stages a rank, by hand": (
+        2,
+        {
+            PIPELINE: 2,
+            SCHEDULE: "Interleaved1F1B",
+            "parallelism.module_fqns_per_model_part": [
+                ["tok_embeddings", "pos", "layers.0"],
+                ["blocks.1"],
+                ["blocks.2"],
+                ["blocks.3", "blocks.4"],
+                ["blocks.5"],
+                ["layers.6", "norm", "output"],
+            ],
+        },
+    ),
+    "three stages a rank": (
+        2,
+        {PIPELINE: 2, SCHEDULE: "LoopedBFS", "parallelism.pipeline_parallel_layers_per_stage": 2}
+        | {"parallelism.pipeline_parallel_first_stage_less_layers": 1}
+        | {"parallelism.pipeline_parallel_last_stage_less_layers": 1},
+    ),
+}
+N_LAYER = {"three stages a rank": 10}  # blocks of the odd model where it has not seven
+
+
+@pytest.mark.parametrize("layout", ODD)
+def test_odd_sizes(layout: str, ranks: RankPool, tmp_path: Path) -> None:
+    world_size, overrides = ODD[layout]
+    one = TINY | {"training.local_batch_size": 8, "job.dump_folder": str(tmp_path / "one")}
+    reference = ranks.run(odd_shape, 1, one, N_LAYER.get(layout, 7), 0.3)[0]
+    job = sizes(overrides) | overrides | {"job.dump_folder": str(tmp_path / "many")}
+    compare(ranks.run(odd_shape, world_size, job, N_LAYER.get(layout, 7), 0.3), reference)
+
+
+def test_what_a_pipeline_run_reports(ranks: RankPool, tmp_path: Path) -> None:
+    """The last stage's loss on rank 0, in the log and in the files; validation; the same keys as one process saves."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    job = sizes({PIPELINE: 2}) | {"validation.enable": True, "validation.local_batch_size": 8, "validation.seq_len": 32}
+    job |= {"validation.steps": 2, "checkpoint.enable": True, "metrics.enable_tensorboard": True, "training.steps": 2}
+    one = ranks.run(train, 1, job | {PIPELINE: 1, "job.dump_folder": str(tmp_path / "one")})[0]
+    keys = {}
+    for schedule in ("1F1B", "ZBVZeroBubble"):
+        folder = tmp_path / schedule
+        two, _ = ranks.run(train, 2, job | {SCHEDULE: schedule, "job.dump_folder": str(folder)})
+        for a, b in zip(one, two, strict=True):
+            assert b["loss"] == pytest.approx(a["loss"], abs=1e-4)
+            assert (b["tokens_seen"], b["step"]) == (a["tokens_seen"], a["step"])
+        expected = read_lines(tmp_path / "one" / "validation.jsonl")
+        for a, b in zip(expected, read_lines(folder / "validation.jsonl"), strict=True):
+            assert b["loss"] == pytest.approx(a["loss"], abs=1e-4)
+            assert b["tokens"] == a["tokens"]
+        assert scalars(folder, "loss_metrics/global_avg_loss") == pytest.approx([line["loss"] for line in two])
+        for name in ("one", schedule):
+            reader = FileSystemReader(tmp_path / name / "checkpoint" / "step-2")
+            keys[name] = set(reader.read_metadata().state_dict_metadata)
+        assert keys[schedule] == keys["one"]
+
+
+def test_schedule_from_a_file(one_process: dict[str, Any], ranks: RankPool, tmp_path: Path) -> None:
+    """GPipe's order, written down action by action: stage, F or B, microbatch."""
+    n = TINY["training.global_batch_size"]
+    rows = [[f"{stage}{kind}{m}" for kind in "FB" for m in range(n)] for stage in (0, 1)]
+    file = tmp_path / "schedule.csv"
+    file.write_text("".join(",".join(row) + "\n" for row in rows))
+    job = sizes({PIPELINE: 2}) | {"parallelism.pipeline_parallel_schedule_csv": str(file)}
+    compare(ranks.run(steps_with_gradients, 2, job | {"job.dump_folder": str(tmp_path / "run")}), one_process)
+
+
+REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({PIPELINE: 5}, r"4 blocks on 5 pipeline stages .* every stage needs one"),
+    (
+        {PIPELINE: 2, SCHEDULE: "1F1BB"},
+        r"pipeline_parallel_schedule='1F1BB' is unknown; did you mean '1F1B'\? use one of GPipe",
+    ),
+    (
+        {PIPELINE: 2, "training.local_batch_size": 1},
+        r"makes 1 microbatches, but 1F1B needs one for each of its 2 stages",
+    ),
+    (
+        {PIPELINE: 2, "training.local_batch_size": 3, "parallelism.pipeline_parallel_microbatch_size": 2},
+        r"local_batch_size=3 .*microbatch_size=2: the microbatch size must divide the batch",
+    ),
+    (
+        {PIPELINE: 2, SCHEDULE: "Interleaved1F1B", "training.local_batch_size": 5},
+        r"makes 5 microbatches, but Interleaved1F1B runs them in 2 rounds",
+    ),
+    ({PIPELINE: 2, SCHEDULE: "DualPipeV"}, r"DualPipeV\" needs an accelerator"),
+    ({PIPELINE: 2, SCHEDULE: "ZBVZeroBubble", "compile.enable": True}, r"compile\.enable=true does not allow; use"),
+    (
+        {
+            PIPELINE: 2,
+            SCHEDULE: "InterleavedZeroBubble",
+            "activation_checkpoint.mode": "selective",
+            "activation_checkpoint.selective_ac_option": "op",
+        },
+        r"selective_ac_option=\"op\" does not allow",
+    ),
+    ({PIPELINE: 2, "parallelism.pipeline_parallel_schedule_csv": "no.csv"}, r"schedule_csv='no\.csv' is not a file"),
+    ({PIPELINE: 2, "validation.enable": True}, r"validation\.local_batch_size=16 must be training\.local_batch_size=4"),
+    ({PIPELINE: 2, "parallelism.pipeline_parallel_layers_per_stage": 1}, r"but 1F1B runs one; use Interleaved1F1B"),
+    (
+        {
+            PIPELINE: 2,
+            "parallelism.module_fqns_per_model_part": [
+                ["tok", "blocks.0", "blocks.1"],
+                ["blocks.2", "blocks.3", "ln", "head"],
+            ],
+        },
+        r"leaves out pos; every module must be on one stage",
+    ),
+    (
+        {
+            PIPELINE: 2,
+            "parallelism.module_fqns_per_model_part": [
+                ["tok", "pos", "blocks.0", "blocks.1"],
+                ["blocks.1", "blocks.2", "blocks.3", "ln", "head"],
+            ],
+        },
+        r"gives blocks\.1 to two stages",
+    ),
+    (
+        {
+            PIPELINE: 2,
+            "parallelism.module_fqns_per_model_part": [["tok", "pos", "blocks.0", "blocks.9"], ["ln", "head"]],
+        },
+        r"names blocks\.9; the modules are tok, pos, blocks\.0 to blocks\.3, ln, head",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), REFUSALS)
+def test_refusals(overrides: dict[str, Any], message: str) -> None:
+    config = job_config(TINY | EVEN | {"training.local_batch_size": 4} | overrides)
+    with pytest.raises(ConfigError, match=message) as caught:
+        check_pipeline(config, args_of(config), run_plan(config, overrides[PIPELINE]), on_accelerator=False)
+    assert "\n" not in str(caught.value)
+
+
+@given(n_layer=st.integers(1, 40), pp=st.integers(1, 6), first=st.integers(0, 3), last=st.integers(0, 3))
+def test_every_block_is_on_one_stage(n_layer: int, pp: int, first: int, last: int) -> None:
+    parallelism = SimpleNamespace(
+        module_fqns_per_model_part=None,
+        pipeline_parallel_degree=pp,
+        pipeline_parallel_schedule="1F1B",
+        pipeline_parallel_layers_per_stage=None,
+        pipeline_parallel_first_stage_less_layers=first,
+        pipeline_parallel_last_stage_less_layers=last,
+    )
+    try:
+        stages = stage_modules(n_layer, parallelism)
+    except ConfigError:
+        each, rest = divmod(n_layer + first + last, pp)
+        counts = [each + (i < rest) for i in range(pp)]
+        assert counts[0] - first - (last if pp == 1 else 0) < 1 or counts[-1] - last < 1 or min(counts) < 1
+        return
+    assert [name for stage in stages for name in stage] == [
+        "tok",
+        "pos",
+        *(f"blocks.{i}" for i in range(n_layer)),
+        "ln",
+        "head",
+    ]
+    assert len(stages) == pp
+    if first == last == 0:  # the seed module's split
+        each, rest = divmod(n_layer, pp)
+        blocks = [sum(name.startswith("blocks") for name in stage) for stage in stages]
+        assert blocks == [each + (i < rest) for i in range(pp)]

@@ -8,18 +8,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.jobs import TINY, build_trainer, full
+from tests.jobs import TINY, build_trainer, full, metrics_of
 from tests.ranks import RankPool
 
 SHARD = "parallelism.data_parallel_shard_degree"
 REPLICATE = "parallelism.data_parallel_replicate_degree"
 TENSOR = "parallelism.tensor_parallel_degree"
+PIPELINE = "parallelism.pipeline_parallel_degree"
+STAGES = {"training.local_batch_size": 4, "training.global_batch_size": 8}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "1": (1, {}),
     "fsdp2": (2, {SHARD: 2}),
     "tp2": (2, {TENSOR: 2}),
     "tp4": (4, {TENSOR: 4}),
     "fsdp2xtp2": (4, {SHARD: 2, TENSOR: 2}),
+    "pp2": (2, {PIPELINE: 2} | STAGES),
+    "pp2xtp2": (4, {PIPELINE: 2, TENSOR: 2} | STAGES),
     "ddp2xtp2": (4, {REPLICATE: 2, TENSOR: 2}),
 }
 
@@ -30,8 +34,6 @@ def run(overrides: dict[str, Any], load: bool) -> dict[str, Any]:
     if load:
         assert trainer.checkpointer.load()
     state = whole_state(trainer)
-    losses: list[float] = []
-    trainer.metrics_processor.log = lambda step, loss, *a, **k: losses.append(loss)
     batches = trainer.batch_generator(trainer.dataloader)
     while trainer.should_continue_training():
         trainer.step += 1
@@ -39,12 +41,25 @@ def run(overrides: dict[str, Any], load: bool) -> dict[str, Any]:
         trainer.checkpointer.save(trainer.step, last_step=trainer.step == overrides["training.steps"])
     after = whole_state(trainer)
     trainer.close()
-    return {"loaded": state, "trained": after, "losses": losses}
+    return {"loaded": state, "trained": after, "losses": [line["loss"] for line in metrics_of(overrides)]}
+
+
+def together(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """What all ranks hold; where several hold the same, they must agree."""
+    whole: dict[str, Any] = {"losses": results[0]["losses"]}
+    for moment in ("loaded", "trained"):
+        whole[moment] = {}
+        for result in results:
+            for key, value in result[moment].items():
+                assert torch.equal(whole[moment].setdefault(key, value), value), key
+    return whole
 
 
 def whole_state(trainer: Any) -> dict[str, Tensor]:
-    """Full weights and moments by checkpoint key."""
-    state = trainer.model_parts[0].state_dict() | trainer.optimizers.state_dict()
+    """Full weights and moments of this rank's stages by checkpoint key."""
+    state = trainer.optimizers.state_dict()
+    for part in trainer.model_parts:
+        state |= part.state_dict()
     return {key: full(value) for key, value in state.items() if isinstance(value, Tensor)}
 
 
@@ -64,7 +79,7 @@ def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str
                 "job.dump_folder": str(folder),
             }
         )
-        result[name] = (folder, ranks.run(run, world_size, job, False)[0])
+        result[name] = (folder, together(ranks.run(run, world_size, job, False)))
     return result
 
 
@@ -90,12 +105,11 @@ def test_reads_what_another_layout_wrote(
     (tmp_path / "checkpoint").symlink_to(folder / "checkpoint")
     world_size, degrees = LAYOUTS[reader]
     job = TINY | degrees | {"checkpoint.enable": True, "checkpoint.load_only": True, "training.steps": 4}
-    read = ranks.run(run, world_size, job | {"job.dump_folder": str(tmp_path)}, True)
-    for result in read:
-        assert result["loaded"].keys() == written["trained"].keys()
-        for key, value in written["trained"].items():
-            assert torch.equal(result["loaded"][key], value), key
-        assert result["losses"] == pytest.approx(unbroken["losses"][3:], abs=1e-4)
+    read = together(ranks.run(run, world_size, job | {"job.dump_folder": str(tmp_path)}, True))
+    assert read["loaded"].keys() == written["trained"].keys()
+    for key, value in written["trained"].items():
+        assert torch.equal(read["loaded"][key], value), key
+    assert read["losses"] == pytest.approx(unbroken["losses"][3:], abs=1e-4)
 
 
 def test_the_compared_state_holds_everything(unbroken: dict[str, Any]) -> None:

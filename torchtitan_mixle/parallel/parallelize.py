@@ -16,8 +16,7 @@ from torchtitan_mixle.model.model import CausalLM
 from torchtitan_mixle.parallel.precision import apply_precision, policy
 from torchtitan_mixle.parallel.replicated import reduce_after_backward
 from torchtitan_mixle.parallel.tensor import apply_tp
-from torchtitan_mixle.planning.check import run_plan
-from torchtitan_mixle.planning.options import compiles_model
+from torchtitan_mixle.planning.check import compiles_model, run_plan
 
 logger = logging.getLogger(__name__)
 

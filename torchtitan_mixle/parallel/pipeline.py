@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import IGNORE_INDEX, LossFunction
 from torchtitan.config import JobConfig
@@ -21,6 +22,15 @@ from torchtitan_mixle.planning.check import run_plan
 from torchtitan_mixle.planning.stages import find_schedule, stage_modules
 
 logger = logging.getLogger(__name__)
+
+_BACKWARD = {
+    schedules.FULL_BACKWARD,
+    schedules.BACKWARD_INPUT,
+    schedules.BACKWARD_WEIGHT,
+    schedules.SEND_B,
+    schedules.RECV_B,
+    schedules.REDUCE_GRAD,
+}
 
 
 @dataclass
@@ -109,7 +119,18 @@ class ExactSchedule:
 
     def eval(self, *args: Any, **kwargs: Any) -> Any:
         """A forward pass alone."""
-        return self.schedule.eval(*args, **kwargs)
+        orders = getattr(self.schedule, "pipeline_order_with_comms", None)
+        if orders is None:
+            return self.schedule.eval(*args, **kwargs)
+        # torch's V-shaped schedules run into their backward actions here (2.13), so none are left in the order.
+        self.schedule.pipeline_order_with_comms = {
+            rank: [action for action in order if action.computation_type not in _BACKWARD]
+            for rank, order in orders.items()
+        }
+        try:
+            return self.schedule.eval(*args, **kwargs)
+        finally:
+            self.schedule.pipeline_order_with_comms = orders
 
     @torch.no_grad()
     def _finish_gradients(self) -> None:

@@ -61,6 +61,11 @@ def run_plan(job_config: Any, world_size: int) -> RunPlan:
     )
 
 
+def compiles_model(job_config: Any) -> bool:
+    """Whether the job's blocks are compiled."""
+    return bool(job_config.compile.enable) and "model" in job_config.compile.components
+
+
 # Axis -> (TOML key's field, what it is called).
 _NOT_THERE_YET = {
     "context_parallel_degree": "context parallelism",

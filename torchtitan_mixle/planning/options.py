@@ -5,7 +5,7 @@ from typing import Any
 
 from torchtitan_mixle.errors import ConfigError
 from torchtitan_mixle.metrics.counting import ModelShape
-from torchtitan_mixle.planning.check import RunPlan
+from torchtitan_mixle.planning.check import RunPlan, compiles_model
 
 _CHECKPOINTING = ("none", "full", "selective", "memory_budget")
 _RESHARD = ("default", "always", "never")
@@ -20,10 +20,6 @@ def check_options(job_config: Any, shape: ModelShape, plan: RunPlan, *, on_accel
         _check_async_tp(job_config, plan, on_accelerator)
     if "float8" in job_config.model.converters:
         _check_float8(job_config, shape, plan, on_accelerator)
-
-
-def compiles_model(job_config: Any) -> bool:
-    return bool(job_config.compile.enable) and "model" in job_config.compile.components
 
 
 def _check_activation_checkpoint(job_config: Any) -> None:

@@ -3,11 +3,12 @@
 import difflib
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torchtitan_mixle.errors import ConfigError
 from torchtitan_mixle.metrics.counting import ModelShape
-from torchtitan_mixle.planning.check import RunPlan
+from torchtitan_mixle.planning.check import RunPlan, compiles_model
 
 FIRST_MODULES = ("tok", "pos")
 LAST_MODULES = ("ln", "head")
@@ -160,22 +161,30 @@ def check_pipeline(job_config: Any, shape: ModelShape, plan: RunPlan, *, on_acce
         batch=plan.local_batch_size,
         microbatch=parallelism.pipeline_parallel_microbatch_size,
     )
+    csv = parallelism.pipeline_parallel_schedule_csv
+    if csv and not Path(csv).is_file():
+        raise ConfigError(
+            f"parallelism.pipeline_parallel_schedule_csv={csv!r} is not a file; give one, or unset the key"
+        )
     if schedule.name == "DualPipeV" and not on_accelerator:
         raise ConfigError(f'{_SCHEDULE_KEY}="DualPipeV" needs an accelerator; use "ZBVZeroBubble" or "1F1B"')
     if schedule.splits_backward:
-        _check_split_backward(schedule, job_config, plan)
+        _check_split_backward(schedule, job_config)
     _check_validation_shape(job_config)
 
 
-def _check_split_backward(schedule: Schedule, job_config: Any, plan: RunPlan) -> None:
-    """A backward pass in two halves bypasses the hooks of FSDP2 and of recomputation: gradients would be wrong."""
-    data_parallel = plan.data_parallel_degree > 1
-    if data_parallel or job_config.activation_checkpoint.mode != "none":
-        what = "data parallelism" if data_parallel else "activation checkpointing"
+def _check_split_backward(schedule: Schedule, job_config: Any) -> None:
+    """A zero-bubble backward pass walks the graph twice; compiled blocks and those recomputed by op allow it once."""
+    by_op = job_config.activation_checkpoint.mode == "selective" and (
+        job_config.activation_checkpoint.selective_ac_option == "op"
+    )
+    if by_op or compiles_model(job_config):
+        what = 'activation_checkpoint.selective_ac_option="op"' if by_op else "compile.enable=true"
+        remedy = 'activation_checkpoint.mode="full"' if by_op else "compile.enable=false"
         whole = [s.name for s in SCHEDULES.values() if not s.splits_backward]
         raise ConfigError(
-            f"{_SCHEDULE_KEY}={schedule.name!r} computes wrong gradients together with {what} (torch splits its "
-            f"backward pass past the hooks); use {', '.join(whole)}"
+            f"{_SCHEDULE_KEY}={schedule.name!r} computes the gradients of inputs and weights apart, which {what} "
+            f"does not allow; use {remedy}, or the schedule {', '.join(whole)}"
         )
 
 
