@@ -27,6 +27,7 @@ from torchtitan_mixle.planning.layouts import parse_layout
         ("hsdp2xtp2", 2, 2, 2),
         ("hsdp2x4xtp2", 2, 4, 2),
         ("ddp2xfsdp4xtp2", 2, 4, 2),
+        ("hsdp2xpp3xtp2", 2, 2, 2),
     ],
 )
 def test_layout_names(name: str, replicate: int, shard: int, tp: int) -> None:
@@ -34,7 +35,7 @@ def test_layout_names(name: str, replicate: int, shard: int, tp: int) -> None:
     assert layout.degrees["data_parallel_replicate_degree"] == replicate
     assert layout.degrees["data_parallel_shard_degree"] == shard
     assert layout.degrees.get("tensor_parallel_degree", 1) == tp
-    assert layout.world_size == replicate * shard * tp
+    assert layout.world_size == replicate * shard * tp * layout.degrees.get("pipeline_parallel_degree", 1)
     assert layout.data_parallel_degree == replicate * shard
 
 
@@ -86,9 +87,9 @@ def test_the_command(tmp_path: Path) -> None:
     """A layout that is the same, one that cannot run, and an exit code that says so."""
     words = [sys.executable, "-m", "torchtitan_mixle", "parity", str(DEBUG_CONFIG), "--steps", "2"]
     words += ["--override", "training.seq_len=32", "training.local_batch_size=2"]
-    good = subprocess.run([*words, "--layouts", "tp2"], capture_output=True, text=True, cwd=tmp_path)
+    good = subprocess.run([*words, "--layouts", "tp2,pp2"], capture_output=True, text=True, cwd=tmp_path)
     assert good.returncode == 0, good.stdout + good.stderr
-    assert "same" in good.stdout
+    assert good.stdout.count("same ") == 2
     assert "reference" in good.stdout
     bad = subprocess.run([*words, "--layouts", "tp3"], capture_output=True, text=True, cwd=tmp_path)
     assert bad.returncode == 1

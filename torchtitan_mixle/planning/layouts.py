@@ -9,8 +9,9 @@ _PARTS = {
     "fsdp": "data_parallel_shard_degree",
     "ddp": "data_parallel_replicate_degree",
     "tp": "tensor_parallel_degree",
+    "pp": "pipeline_parallel_degree",
 }
-_NAMES = "1, fsdpN, ddpN, hsdpRxS, tpN, and products of them like fsdp2xtp2"
+_NAMES = "1, fsdpN, ddpN, hsdpRxS, tpN, ppN, and products of them like fsdp2xtp2"
 _PART = re.compile(r"hsdp(?P<replicate>\d+)(?:x(?P<shard>\d+))?|(?P<axis>[a-z]+)(?P<degree>\d+)")
 
 
