@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.jobs import TINY, build_trainer
+from tests.jobs import TINY, build_trainer, metrics_of
 from tests.ranks import RankPool
 
 TENSOR = "parallelism.tensor_parallel_degree"
@@ -75,16 +75,14 @@ def dtypes(overrides: dict[str, Any]) -> dict[str, Any]:
     def look(module: Any, inputs: Any, output: Any) -> None:
         seen["linear output"] = str(output.dtype)
 
-    model.blocks["1"].attn.wqkv.register_forward_hook(look)
-    losses: list[float] = []
-    trainer.metrics_processor.log = lambda step, loss, *a, **k: losses.append(loss)
+    next(iter(model.blocks.values())).attn.wqkv.register_forward_hook(look)
     batches = trainer.batch_generator(trainer.dataloader)
     for _ in range(3):
         trainer.step += 1
         trainer.train_step(batches)
     seen["parameter"] = str(next(model.parameters()).dtype)
-    seen["losses"] = losses
     trainer.close()
+    seen["losses"] = [line["loss"] for line in metrics_of(overrides)]
     return seen
 
 
@@ -97,6 +95,9 @@ def dtypes(overrides: dict[str, Any]) -> dict[str, Any]:
         (2, {TENSOR: 2}),
         (4, {TENSOR: 2, "parallelism.data_parallel_replicate_degree": 2}),
         (4, {TENSOR: 2, "parallelism.data_parallel_shard_degree": 2}),
+        (2, {"parallelism.pipeline_parallel_degree": 2}),
+        (4, {"parallelism.pipeline_parallel_degree": 2, "parallelism.data_parallel_shard_degree": 2}),
+        (4, {"parallelism.pipeline_parallel_degree": 2, TENSOR: 2}),
     ],
 )
 def test_every_layout_computes_in_the_dtype_that_was_asked_for(
