@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All checks: scripts/test.sh [pytest arguments], e.g. scripts/test.sh -m "not slow"
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/env.sh"
 ensure_env test
 
 cd "$ROOT"

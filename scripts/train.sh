@@ -7,7 +7,13 @@
 #
 # Everything after the config is TorchTitan's command line, e.g. --training.steps 100.
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/env.sh"
+case "${1:-}" in
+  -h | --help)
+    sed -n '2,9s/^# \{0,1\}//p' "$ROOT/scripts/train.sh"
+    exit 0
+    ;;
+esac
 ensure_env ""
 
 CONFIG="$ROOT/train_configs/mixle_debug.toml"

@@ -57,19 +57,43 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a Hugging Face data set at a path that is not there": (
         {"training.dataset": "c4_test", "training.dataset_path": "no/such/folder"},
-        r"training\.dataset_path='no/such/folder' does not exist",
+        r"training\.dataset_path='no/such/folder' is not a folder with files",
     ),
     "all of a data set of unknown length": (
-        {"validation.enable": True, "validation.dataset": "c4_validation", "validation.steps": -1},
+        {
+            "training.dataset": "c4_test",
+            "training.dataset_path": ".",
+            "validation.enable": True,
+            "validation.dataset": "c4_validation",
+            "validation.steps": -1,
+        },
         r"validation\.steps=-1 .* set validation\.steps to a positive number",
     ),
     "no tokenizer": (
         {"training.dataset": "c4_test", "training.dataset_path": ".", "model.hf_assets_path": "no/such/folder"},
         r"model\.hf_assets_path='no/such/folder': no tokenizer can be read there",
     ),
-    "pipeline parallelism": (
-        {"parallelism.pipeline_parallel_degree": 2},
-        r"parallelism\.pipeline_parallel_degree=2: pipeline parallelism is not there yet",
+    "validation with another tokenizer": (
+        {
+            "validation.enable": True,
+            "validation.dataset": "c4_validation",
+            "validation.steps": 1,
+        },
+        r"validation\.dataset='c4_validation' is text, training\.dataset='python_stdlib' are tokens",
+    ),
+    "parameters and computation in different dtypes": (
+        {"training.dtype": "bfloat16", "training.mixed_precision_param": "float32"},
+        r"set mixed_precision_param=\"bfloat16\"",
+    ),
+    "never log": ({"metrics.log_freq": 0}, r"metrics\.log_freq=0: must be a whole number of at least 1"),
+    "no such part to exclude": (
+        {"checkpoint.exclude_from_loading": "dataloder"},
+        r"exclude_from_loading=\['dataloder'\]: must be a list of 'optimizer'",
+    ),
+    "Hugging Face export": ({"checkpoint.last_save_in_hf": True}, r"last_save_in_hf=true: .* not there yet"),
+    "not an initial checkpoint": (
+        {"checkpoint.initial_load_path": "no/such"},
+        r"initial_load_path='no/such' is not a folder",
     ),
     "context parallelism": (
         {"parallelism.context_parallel_degree": 2},

@@ -97,6 +97,7 @@ def test_heads_must_divide_the_width() -> None:
         ("NVIDIA H100 PCIe", 756),
         ("NVIDIA A100-SXM4-80GB", 312),
         ("NVIDIA H20", 148),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
         ("NVIDIA RTX A1000", None),
         ("CPU x86_64", None),
         ("foo", None),

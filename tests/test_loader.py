@@ -1,5 +1,6 @@
 """The loader: one global order for any number of ranks, continued from one number."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ class Counting:
     """A stream whose token i is i: a batch then says which tokens it holds."""
 
     name = "counting"
+    tokenizer = "numbers"
     fingerprint = "counting"
 
     def __init__(self, n_tokens: int) -> None:
@@ -125,6 +127,14 @@ def test_an_id_beyond_v_is_named_with_its_place() -> None:
     samples = TrainingSamples(SOURCE, seq_len=SEQ_LEN, vocab_size=50, seed=0)
     with pytest.raises(ConfigError, match=r"token id (5\d) in shard-00000\.bin, token \1 is not below .* V=50"):
         samples.__getitems__(list(range(N)))
+
+
+def test_a_workers_error_is_one_line(tmp_path: Path) -> None:
+    samples = TrainingSamples(SOURCE, seq_len=SEQ_LEN, vocab_size=50, seed=0)
+    options = DataLoaderOptions(num_workers=1)
+    one = GlobalOrderLoader(samples, dp_rank=0, dp_world_size=1, local_batch_size=N, options=options)
+    with pytest.raises(ConfigError, match=r"^token id 5\d in .* is not below .* V=50; set \[mixle\] vocab_size=95$"):
+        next(iter(one))
 
 
 def validation_batches(dp: int, batch: int, n_tokens: int) -> list[list[Any]]:

@@ -1,6 +1,7 @@
 """The plan check: what must divide what, and messages whose remedies work."""
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,13 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mixle.models.transformer import build_causal_lm
 
-from tests.jobs import job_config
+from tests.jobs import DEBUG_CONFIG, job_config
 from torchtitan_mixle.errors import ConfigError
 from torchtitan_mixle.flavors import Flavor
 from torchtitan_mixle.model.args import CausalLMArgs, args_of
 from torchtitan_mixle.model.model import CausalLM
 from torchtitan_mixle.planning.check import RunPlan, check_plan, run_plan, validate_tp_pp_cp_plan
 from torchtitan_mixle.planning.options import check_options
+from torchtitan_mixle.planning.values import RULES, check_values
+from torchtitan_mixle.startup import explain
 
 SHAPE = Flavor(vocab_size=64, d_model=48, n_layer=4, n_head=6, block=40)
 
@@ -34,11 +37,9 @@ def test_whole_heads() -> None:
 def test_ranks_share_the_tokens() -> None:
     check_plan(SHAPE, plan(tensor_parallel_degree=2, seq_len=30))
     check_plan(SHAPE, plan(world_size=3, tensor_parallel_degree=3, seq_len=30))
-    with pytest.raises(
-        ConfigError, match=r"seq_len=32 must be a multiple of .*=3, .*; use training\.seq_len=30 or 33$"
-    ):
+    with pytest.raises(ConfigError, match=r"seq_len=32 must be a multiple of .*=3, .*; use 30 or 33$"):
         check_plan(SHAPE, plan(world_size=3, tensor_parallel_degree=3))
-    with pytest.raises(ConfigError, match=r"use training\.seq_len=39$"):  # 42 would not fit the position table
+    with pytest.raises(ConfigError, match=r"use 39$"):  # 42 would not fit the position table
         check_plan(SHAPE, plan(world_size=3, tensor_parallel_degree=3, seq_len=40))
 
 
@@ -155,5 +156,80 @@ def test_a_misspelt_mode_in_the_toml_is_refused() -> None:
     """TorchTitan checks the command line's words, not the file's."""
     config = job_config({})
     config.activation_checkpoint = SimpleNamespace(**vars(config.activation_checkpoint) | {"mode": "ful"})
-    with pytest.raises(ConfigError, match=r"activation_checkpoint\.mode='ful' is unknown; use \"none\", \"full\""):
-        check_options(config, args_of(config), run_plan(config, 1), on_accelerator=False)
+    with pytest.raises(ConfigError, match=r"activation_checkpoint\.mode='ful': must be one of 'none', 'full'"):
+        check_values(config)
+
+
+@pytest.mark.parametrize("key", RULES)
+def test_values(key: str) -> None:
+    """The shipped value of every key is accepted; a word, where no word belongs, and a wild number are not."""
+    config = job_config({})
+    check_values(config)
+    *path, name = key.split(".")
+    section = config
+    for part in path:
+        section = getattr(section, part)
+    for wrong in ("wrong", -7):
+        setattr(section, name, wrong)
+        with pytest.raises(ConfigError, match=f"{re.escape(key)}={wrong!r}: must be "):
+            if key == "mixle.mup_output_multiplier" and wrong == -7:  # any finite number will do
+                raise ConfigError(f"{key}={wrong!r}: must be ")
+            check_values(config)
+
+
+def test_text_that_looks_like_a_flag_is_not_one() -> None:
+    config = job_config({})
+    config.mixle.mup_attention = "false"
+    with pytest.raises(ConfigError, match=r"mixle\.mup_attention='false': must be true or false, without quotes"):
+        check_values(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tensor_parallel_degree": 2, "world_size": 3}, r"need a multiple of 2 ranks, and there are 3; start 2, or"),
+        ({"tensor_parallel_degree": 2, "world_size": 1}, r"need a multiple of 2 ranks, and there are 1; start 2, or"),
+        ({"data_parallel_shard_degree": 3}, r"need 3 ranks, and there are 4; start 3, change the degrees, or set"),
+        ({"data_parallel_shard_degree": 0}, r"data_parallel_shard_degree=0: must be .* at least 1, or -1"),
+        ({"tensor_parallel_degree": -1}, r"tensor_parallel_degree=-1: must be a whole number of at least 1"),
+        ({"tensor_parallel_degree": "2"}, r"tensor_parallel_degree='2': must be a whole number"),
+        ({"pipeline_parallel_degree": 1.0}, r"pipeline_parallel_degree=1\.0: must be a whole number"),
+        ({"context_parallel_degree": 2}, r"context parallelism is not there yet"),
+    ],
+)
+def test_degrees(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_plan(SHAPE, plan(**changes))
+
+
+@pytest.mark.parametrize(
+    ("dims", "message"),
+    [
+        ({"tp": 2, "world_size": 3}, "need 2 ranks, and there are 3|need a multiple of 2 ranks"),
+        ({"dp_replicate": 0, "world_size": 1}, "data_parallel_replicate_degree=0: must be"),
+        ({"tp": "2", "world_size": 2}, "tensor_parallel_degree='2': must be"),
+    ],
+)
+def test_what_torchtitan_asserts_is_explained(dims: dict[str, Any], message: str) -> None:
+    """Degrees are multiplied out before our check can run; the traceback still tells which they were."""
+    from torchtitan.distributed import ParallelDims
+
+    values = {"dp_replicate": 1, "dp_shard": -1, "cp": 1, "tp": 1, "pp": 1, "ep": 1, "etp": 1} | dims
+    with pytest.raises((AssertionError, TypeError)) as caught:
+        ParallelDims(**values)
+    assert re.search(message, str(explain(caught.value, caught.value.__traceback__)))
+
+
+def test_misspelt_keys_are_explained(tmp_path: Path) -> None:
+    text = DEBUG_CONFIG.read_text()
+    for line, message in (
+        ("[training]\nseq_length = 3", r"'seq_length' is not a key of \[training\]; did you mean 'seq_len'\?"),
+        ("[mixle]\nn_head = 3\n[training]", r"'n_head' is not a key of \[mixle\]; there are block, "),
+        ("[paralelism]\n[training]", r"'paralelism' is not a section; did you mean 'parallelism'\?"),
+    ):
+        config = tmp_path / "config.toml"
+        config.write_text(text.replace("[training]", line, 1))
+        with pytest.raises(ValueError, match="Invalid field names") as caught:
+            job_config({}, config)
+        assert re.search(message, str(explain(caught.value, caught.value.__traceback__)))
+    assert explain(KeyError("x"), None) is None

@@ -41,6 +41,15 @@ def test_same_layout_continues_bitwise(world_size: int, ranks: RankPool, tmp_pat
         assert [line[key] for line in continued] == [line[key] for line in unbroken]
 
 
+def test_tokens_seen_go_on_when_the_data_starts_anew(ranks: RankPool, tmp_path: Path) -> None:
+    """The remedy for another sequence length: the position in the data is given up, the count is not."""
+    job = TINY | {"checkpoint.enable": True, "training.steps": 4, "job.dump_folder": str(tmp_path)}
+    ranks.run(train, 2, job)
+    anew = {"checkpoint.exclude_from_loading": "dataloader", "training.seq_len": 64, "training.steps": 6}
+    lines = ranks.run(train, 2, job | anew)[0]
+    assert [line["tokens_seen"] for line in lines] == [256, 512, 768, 1024, 1024 + 512, 1024 + 1024]
+
+
 def test_checkpoint_keys_do_not_depend_on_the_layout(ranks: RankPool, tmp_path: Path) -> None:
     from torch.distributed.checkpoint import FileSystemReader
 

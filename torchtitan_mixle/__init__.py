@@ -10,11 +10,11 @@ from pathlib import Path
 
 
 def _set_up() -> None:
-    from torchtitan_mixle import device, errors, spec
+    from torchtitan_mixle import device, errors, spec, startup
 
     if not device.has_accelerator():
         device.install_cpu_device()
-    errors.show_config_errors_as_one_line()
+    errors.show_config_errors_as_one_line(startup.explain)
     spec.register()
 
 

@@ -2,29 +2,37 @@
 
 import os
 import sys
+from collections.abc import Callable
 from types import TracebackType
 
 
 class ConfigError(ValueError):
     """A request that cannot work: its message names the values, the rule and a remedy.
 
-    Raised with the same text on every rank, before any of them waits for another.
+    Raised with the same text on every rank that sees it: at start-up on all of them, before anything is built.
     """
 
 
-def show_config_errors_as_one_line() -> None:
-    """Let an uncaught ConfigError end the process with its message alone; other exceptions keep their traceback."""
+Explain = Callable[[BaseException, TracebackType | None], ConfigError | None]
+
+
+def show_config_errors_as_one_line(explain: Explain) -> None:
+    """Let an uncaught ConfigError end the process with its message alone; other exceptions keep their traceback.
+
+    `explain` may know the ConfigError behind another exception.
+    """
     previous = sys.excepthook
     if getattr(previous, "shows_config_errors", False):
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, ConfigError):
+        mistake = error if isinstance(error, ConfigError) else explain(error, trace)
+        if mistake is None:
             previous(kind, error, trace)
             return
         rank = os.environ.get("RANK")  # set by torchrun
         where = f"[rank {rank}] " if rank is not None else ""
-        print(f"{where}ConfigError: {error}", file=sys.stderr, flush=True)
+        print(f"{where}ConfigError: {mistake}", file=sys.stderr, flush=True)
 
     hook.shows_config_errors = True  # type: ignore[attr-defined]
     sys.excepthook = hook

@@ -9,15 +9,22 @@ from torchtitan.hf_datasets.text_datasets import DATASETS as HF_DATASETS
 
 from torchtitan_mixle.data.datasets import check_dataset_name, is_token_source, open_source
 from torchtitan_mixle.data.loader import samples_per_epoch
+from torchtitan_mixle.data.source import TokenSource
 from torchtitan_mixle.errors import ConfigError
 from torchtitan_mixle.model.args import CausalLMArgs, args_of
 from torchtitan_mixle.planning.check import RunPlan, check_plan, check_seq_len, run_plan
 from torchtitan_mixle.planning.options import check_options
 from torchtitan_mixle.planning.stages import check_pipeline
+from torchtitan_mixle.planning.values import check_values
 
 
 def check_job(job_config: JobConfig) -> None:
     """Raise ConfigError on every rank for a job that cannot run. Needs no communication: all ranks see the same."""
+    if not hasattr(job_config, "mixle"):
+        raise ConfigError(
+            'the config does not know [mixle]; add job.custom_config_module="torchtitan_mixle.job_config" to it'
+        )
+    check_values(job_config)
     args = args_of(job_config)
     plan = run_plan(job_config, dist.get_world_size())
     check_plan(args, plan)
@@ -25,6 +32,10 @@ def check_job(job_config: JobConfig) -> None:
         check_pipeline(job_config, args, plan, on_accelerator=torch.accelerator.is_available())
     check_options(job_config, args, plan, on_accelerator=torch.accelerator.is_available())
     _check_training_data(job_config, args, plan)
+    if job_config.checkpoint.create_seed_checkpoint and plan.world_size != 1:
+        raise ConfigError(
+            f"checkpoint.create_seed_checkpoint needs 1 process, not {plan.world_size}; start it with NGPU=1"
+        )
     if job_config.validation.enable:
         _check_validation(job_config, args, plan)
 
@@ -53,7 +64,13 @@ def _check_validation(job_config: JobConfig, args: CausalLMArgs, plan: RunPlan) 
     if is_token_source(validation.dataset):
         source = open_source(validation.dataset, validation.dataset_path, "validation")
         source.check_ids(args.vocab_size)
+        _check_same_tokenizer(job_config, source)
         return
+    if is_token_source(job_config.training.dataset):
+        raise ConfigError(
+            f"validation.dataset={validation.dataset!r} is text, training.dataset={job_config.training.dataset!r} are "
+            f"tokens, and their tokenizers need not agree; prepare the validation text with `torchtitan-mixle prepare`"
+        )
     _check_hf_path(validation.dataset, validation.dataset_path, key="validation.dataset_path")
     if validation.steps == -1:
         raise ConfigError(
@@ -62,7 +79,24 @@ def _check_validation(job_config: JobConfig, args: CausalLMArgs, plan: RunPlan) 
         )
 
 
+def _check_same_tokenizer(job_config: JobConfig, source: TokenSource) -> None:
+    """A loss over tokens that the model was not trained on would be a number without meaning."""
+    training, validation = job_config.training, job_config.validation
+    if source.n_tokens < 2:
+        raise ConfigError(f"{source.name} has {source.n_tokens} tokens, and validation needs 2: an input and its label")
+    same = is_token_source(training.dataset) and (
+        open_source(training.dataset, training.dataset_path, "train").tokenizer == source.tokenizer
+    )
+    if not same:
+        raise ConfigError(
+            f"validation.dataset={validation.dataset!r} ({source.name}) was not made with the tokenizer of "
+            f"training.dataset={training.dataset!r}; prepare both with the same one (--validation-fraction makes both)"
+        )
+
+
 def _check_hf_path(dataset: str, path: str | None, *, key: str) -> None:
     default = HF_DATASETS[dataset].path
-    if path is not None and not Path(path).exists():
-        raise ConfigError(f"{key}={path!r} does not exist; it replaces {default!r} for the data set {dataset!r}")
+    if path is not None and not (Path(path).is_dir() and any(Path(path).iterdir())):
+        raise ConfigError(
+            f"{key}={path!r} is not a folder with files; it replaces {default!r} of the data set {dataset!r}"
+        )

@@ -94,7 +94,7 @@ class Run:
         self.metrics = build_metrics_processor(job_config, parallel_dims, model_args, tag)
         self.pipeline = None
         if isinstance(self.loader, GlobalOrderLoader):
-            self.metrics.tokens_seen = self.loader.tokens_seen
+            self.metrics.loader = self.loader
         return self.metrics
 
     def pipelining_fn(

@@ -1,8 +1,10 @@
 """Validation with the true token-weighted loss."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -41,7 +43,7 @@ def build_validator(
     """TorchTitan's `build_validator_fn`."""
     return CausalLMValidator(
         job_config,
-        batches=_batches(job_config, dp_rank, dp_world_size, tokenizer),
+        batches=partial(_batches, job_config, dp_rank, dp_world_size, tokenizer),
         parallel_dims=parallel_dims,
         loss_fn=loss_fn,
         validation_context=validation_context,
@@ -76,7 +78,7 @@ class CausalLMValidator(BaseValidator):
         self,
         job_config: JobConfig,
         *,
-        batches: Iterable[Batch],
+        batches: Callable[[], Iterable[Batch]],
         parallel_dims: ParallelDims,
         loss_fn: LossFunction,
         validation_context: ValidationContext,
@@ -105,9 +107,8 @@ class CausalLMValidator(BaseValidator):
             part.eval()
         device = torch.device(utils.device_type)
         totals = torch.zeros(2, dtype=torch.float64, device=device)  # loss sum, tokens
-        for number, (inputs, labels) in enumerate(self.batches):
-            if number == self.job_config.validation.steps:
-                break
+        steps = self.job_config.validation.steps
+        for inputs, labels in islice(self.batches(), None if steps == -1 else steps):
             totals += self._sum_loss(model_parts[0], inputs["input"].to(device), labels.to(device))
         for axis in ("loss", "pp"):
             if (mesh := self.parallel_dims.get_optional_mesh(axis)) is not None:

@@ -20,6 +20,7 @@ from torchtitan_mixle.planning.layouts import Layout, parse_layout
 
 # Relative tolerances of (loss and norm at step 1, loss at later steps) by the dtype that the job computes in.
 _TOLERANCES = {"float32": (1e-5, 1e-4), "bfloat16": (1e-2, 2e-2)}
+_GRACE_S = 40  # torchrun kills workers that do not end within 30 s
 _DEFAULTS: dict[str, Any] = {
     "local_batch_size": 8,
     "global_batch_size": -1,
@@ -71,6 +72,8 @@ def parity(
         override: More TOML keys, as section.key=value.
         timeout: Seconds that one run may take.
     """
+    if steps < 1:
+        raise ConfigError(f"--steps {steps}: must be at least 1")
     training = _training_section(config, override)
     first, later = _TOLERANCES[training["mixed_precision_param"]]
     bars = (first if tolerance is None else tolerance, later if later_tolerance is None else later_tolerance)
@@ -92,7 +95,7 @@ def parity(
 def judge(result: Result, reference: Result, tolerance: float, later_tolerance: float) -> Verdict:
     """Compare a run with the reference run; a run that failed or logged something not finite does not pass."""
     if result.failure or reference.failure:
-        return Verdict([], passed=False)
+        return Verdict([], passed=False)  # with nothing to compare with, nothing is the same
     losses = _relative(result.loss, reference.loss)
     norms = _relative(result.grad_norm, reference.grad_norm)
     passed = max(losses[0], norms[0]) <= tolerance and all(d <= later_tolerance for d in losses[1:])
@@ -110,7 +113,7 @@ def _training_section(config: Path, override: tuple[str, ...]) -> dict[str, Any]
         table: dict[str, Any] = tomllib.loads(config.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the config {config}: {error.strerror}") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"the config {config} is not TOML: {error}") from None
     training: dict[str, Any] = _DEFAULTS | table.get("training", {})
     for assignment in override:
@@ -119,8 +122,19 @@ def _training_section(config: Path, override: tuple[str, ...]) -> dict[str, Any]
             raise ConfigError(f"--override {assignment!r} must be section.key=value")
         name = key.removeprefix("training.")
         if name in _DEFAULTS:
-            training[name] = value if name == "mixed_precision_param" else int(value)
+            training[name] = value if name == "mixed_precision_param" else _whole(key, value)
+    if training["mixed_precision_param"] not in _TOLERANCES:
+        raise ConfigError(f"training.mixed_precision_param must be one of {', '.join(_TOLERANCES)}")
+    if training["local_batch_size"] < 1:
+        raise ConfigError(f"training.local_batch_size={training['local_batch_size']}: must be at least 1")
     return training
+
+
+def _whole(key: str, value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise ConfigError(f"--override {key}={value}: must be a whole number") from None
 
 
 def _global_batch(training: dict[str, Any], layouts: list[Layout]) -> int:
@@ -165,15 +179,30 @@ def _run(
         }
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
         command = [*launcher, str(layout.world_size), "-m", "torchtitan.train", "--job.config_file", str(config)]
-        try:
-            process = subprocess.run([*command, *_flags(values)], capture_output=True, text=True, timeout=timeout)
-        except subprocess.TimeoutExpired:
+        ended = _run_to_end([*command, *_flags(values)], timeout)
+        if ended is None:
             return Result(layout, [], [], f"did not end within {timeout:.0f} s")
+        returncode, errors = ended
         lines = Path(folder, "metrics.jsonl")
         records = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
-    if process.returncode or len(records) != steps:
-        return Result(layout, [], [], _reason(process.stderr) or f"ended with exit code {process.returncode}")
+    if returncode or len(records) != steps:
+        return Result(layout, [], [], _reason(errors) or f"ended with exit code {returncode}")
     return Result(layout, _series(records, "loss"), _series(records, "grad_norm"))
+
+
+def _run_to_end(command: list[str], timeout: float) -> tuple[int, str] | None:
+    """(exit code, stderr), or None if it took too long. torchrun is asked to end, so that it ends its workers."""
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            _, errors = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            try:
+                process.communicate(timeout=_GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            return None
+    return process.returncode, errors
 
 
 def _flags(values: dict[str, Any]) -> list[str]:
@@ -193,10 +222,13 @@ def _flags(values: dict[str, Any]) -> list[str]:
 
 def _reason(errors: str) -> str | None:
     """The line that says what went wrong: ours, or else the last exception's."""
-    lines = [line.strip() for line in errors.splitlines()]
+    lines = [line.strip(" │|") for line in errors.splitlines()]
     own = [line.split("ConfigError: ", 1)[1] for line in lines if "] ConfigError: " in line]
-    exceptions = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception"))]
-    return next(iter(own + exceptions), None)
+    options = [line for line in lines if line.startswith(("Unrecognized options", "Invalid choice", "Invalid value"))]
+    exceptions = [
+        line for line in lines if line.split(":")[0].endswith(("Error", "Exception")) and "ChildFailedError" not in line
+    ]
+    return next(iter(own + options + exceptions), None)
 
 
 def _series(records: list[dict[str, Any]], key: str) -> list[float]:
@@ -222,12 +254,14 @@ def _table(
         else:
             differences = " ".join(f"{difference:.0e}" for difference in verdict.differences)
             row += [f"{result.loss[0]:.6f}", f"{result.grad_norm[0]:.6f}", differences]
-            row.append(_word(result is results[0], verdict.passed))
+            row.append(_word(result is results[0], results[0].failure is not None, verdict.passed))
         table.add_row(*row)
     return table
 
 
-def _word(is_reference: bool, passed: bool) -> str:
+def _word(is_reference: bool, reference_failed: bool, passed: bool) -> str:
+    if reference_failed:
+        return "[red]no reference"
     if is_reference:
         return "reference" if passed else "[red]failed"
     return "[green]same" if passed else "[red]differs"

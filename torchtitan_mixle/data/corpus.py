@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import platform
 import sysconfig
 import zlib
 from collections.abc import Iterator
@@ -55,11 +54,12 @@ class FileBytes:
         contents = [(root / file).read_bytes() for file in files]
         self.name = name
         self.vocab_size = ByteTokenizer.vocab_size
+        self.tokenizer = ByteTokenizer.hash
         self.files = files
         self.bounds = np.cumsum([0] + [len(content) + 1 for content in contents], dtype=np.int64)
         self.n_tokens = int(self.bounds[-1])
         self.tokens = np.full(self.n_tokens, ByteTokenizer.eod_id, dtype=np.uint16)
-        digest = hashlib.sha256(platform.python_version().encode())
+        digest = hashlib.sha256()
         for file, content, start in zip(files, contents, self.bounds, strict=False):
             self.tokens[start : start + len(content)] = np.frombuffer(content, dtype=np.uint8)
             digest.update(os.fsencode(file) + b"\0" + len(content).to_bytes(8, "little") + content)

@@ -1,7 +1,7 @@
 """Batches of a token stream in one global order, for any number of data-parallel ranks."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -91,10 +91,14 @@ def check_window_ids(
     if windows.max() < vocab_size:
         return
     row, column = np.argwhere(windows >= vocab_size)[0]
+    token = int(windows[row, column])
+    if token < source.vocab_size:
+        remedy = f"set [mixle] vocab_size={source.vocab_size}"
+    else:
+        remedy = f"nor below the data's own {source.vocab_size}: index and shard disagree, prepare the data again"
     raise ConfigError(
-        f"token id {windows[row, column]} in {source.locate(int(starts[row] + column))} is not below the model's "
-        f"vocabulary size V={vocab_size}; set [mixle] vocab_size to the data's vocabulary size {source.vocab_size} "
-        f"or prepare the data again"
+        f"token id {token} in {source.locate(int(starts[row] + column))} is not below the model's vocabulary size "
+        f"V={vocab_size}; {remedy}"
     )
 
 
@@ -132,6 +136,14 @@ def torch_loader(samples: Dataset[Batch], batches: GlobalBatches, options: DataL
     )
 
 
+def _plain_errors(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Pass batches on; a worker's ConfigError arrives with a traceback in its message, and leaves without."""
+    try:
+        yield from batches
+    except ConfigError as error:
+        raise ConfigError(str(error).strip().rpartition("ConfigError: ")[2]) from None
+
+
 def _as_is(batch: Any) -> Any:
     """TrainingSamples and ValidationSamples make whole batches: nothing is left to collate."""
     return batch
@@ -158,6 +170,7 @@ class GlobalOrderLoader(BaseDataLoader):
         self.local_batch_size = local_batch_size
         self.options = options
         self.samples_consumed = 0
+        self.resumed = False
 
     def __iter__(self) -> Iterator[Batch]:
         batches = GlobalBatches(
@@ -167,13 +180,13 @@ class GlobalOrderLoader(BaseDataLoader):
             dp_world_size=self.dp_world_size,
             local_batch_size=self.local_batch_size,
         )
-        for batch in torch_loader(self.samples, batches, self.options):
+        for batch in _plain_errors(torch_loader(self.samples, batches, self.options)):
             # Counted when handed out, whatever the workers have read ahead.
             self.samples_consumed += batches.stride
             yield batch
 
     def tokens_seen(self) -> int:
-        """Tokens that all ranks together have trained on, over all starts of the run."""
+        """Tokens that all ranks together have trained on, over all starts that continued in this data."""
         return self.samples_consumed * self.samples.seq_len
 
     def state_dict(self) -> dict[str, Any]:
@@ -204,3 +217,4 @@ class GlobalOrderLoader(BaseDataLoader):
             )
             self.samples.seed = state_dict["seed"]
         self.samples_consumed = state_dict["samples_consumed"]
+        self.resumed = True

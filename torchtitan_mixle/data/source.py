@@ -13,6 +13,8 @@ class TokenSource(Protocol):
     """How messages call it: "python_stdlib" or the folder's path."""
     vocab_size: int
     """Ids lie in [0, vocab_size)."""
+    tokenizer: str
+    """Hash of the tokenizer.json that the ids are of, or "bytes"."""
     n_tokens: int
     fingerprint: str
     """Changes whenever the token stream does; saved with a run's position in the data."""

@@ -26,6 +26,7 @@ class TokenStore:
         self._identity = identity
         self.name = str(folder)
         self.vocab_size = index.tokens.vocab_size
+        self.tokenizer = index.tokens.hash
         self.n_tokens = index.n_tokens
         self.fingerprint = hashlib.sha256(index.to_json().encode()).hexdigest()
         self._dtype = np.dtype(index.dtype).newbyteorder("<")

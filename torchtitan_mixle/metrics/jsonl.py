@@ -10,8 +10,8 @@ from typing import Any
 class StepLog:
     """Appends records that have a "step" to a file.
 
-    The first record tells where this start of the run resumed: earlier records of that step or a later one were made
-    by a start that was cut off after its last checkpoint, and are moved to `<name>.superseded.jsonl`.
+    `start_at` tells where this start of the run resumed (without it, the first record does): records of that step or a
+    later one were made by a start that was cut off after its last checkpoint, and move to `<name>.superseded.jsonl`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -20,12 +20,16 @@ class StepLog:
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one record at once, so that a killed run loses none. Infinities and NaN become null (JSON has none)."""
-        if not self._started:
-            self._supersede_from(int(record["step"]))
-            self._started = True
+        self.start_at(int(record["step"]))
         line = json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
+
+    def start_at(self, step: int) -> None:
+        """Clear the way for records from `step` on; only the first call does something."""
+        if not self._started:
+            self._supersede_from(step)
+            self._started = True
 
     def _supersede_from(self, step: int) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,6 @@
 import logging
 import math
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
 
+from torchtitan_mixle.data.loader import GlobalOrderLoader
 from torchtitan_mixle.metrics.counting import flops_per_token
 from torchtitan_mixle.metrics.hardware import peak_flops
 from torchtitan_mixle.metrics.jsonl import StepLog
@@ -40,8 +40,9 @@ class CausalLMMetrics(MetricsProcessor):
         super().__init__(job_config, parallel_dims, tag)
         self.flops = flops_per_token(model_args, job_config.training.seq_len)
         self.peak = self._device_peak(job_config.mixle.peak_tflops)
-        self.tokens_seen: Callable[[], int] | None = None
-        """The run's own count of tokens, where the loader keeps one."""
+        self.loader: GlobalOrderLoader | None = None
+        """The loader, if it counts for the whole run."""
+        self._tokens_before: int | None = None
         self.has_loss = True
         """Whether this rank's loss is one: in a pipeline only the last stage's is."""
         folder = Path(job_config.job.dump_folder)
@@ -58,6 +59,13 @@ class CausalLMMetrics(MetricsProcessor):
             logger.info("MFU is against %.1f TFLOP/s for %s", peak / 1e12, name)
         return peak
 
+    def should_log(self, step: int) -> bool:
+        """TorchTitan asks on every rank at every step: the first time tells where this start of the run begins."""
+        for log in (self.train_log, self.validation_log):
+            if log is not None:
+                log.start_at(step)
+        return bool(super().should_log(step))
+
     def log(
         self,
         step: int,
@@ -68,8 +76,7 @@ class CausalLMMetrics(MetricsProcessor):
     ) -> None:
         """Report a step; `grad_norm` is the norm before clipping. Rates are over the time since the last report."""
         extra = dict(extra_metrics or {})
-        if self.tokens_seen is not None:
-            extra["n_tokens_seen"] = self.tokens_seen()
+        extra["n_tokens_seen"] = self._tokens_seen(int(extra.get("n_tokens_seen", 0)))
         global_avg_loss, global_max_loss = self._from_last_stage(global_avg_loss, global_max_loss)
         seconds = time.perf_counter() - self.time_last_log
         rates = self._rates(seconds)
@@ -98,7 +105,7 @@ class CausalLMMetrics(MetricsProcessor):
                     "max_loss": global_max_loss,
                     "grad_norm": grad_norm,
                     "lr": extra.get("lr"),
-                    "tokens_seen": int(extra.get("n_tokens_seen", 0)),
+                    "tokens_seen": extra["n_tokens_seen"],
                     **rates,
                     "data_loading_pct": loading_pct,
                     "memory_gib": memory.max_reserved_gib,
@@ -117,6 +124,19 @@ class CausalLMMetrics(MetricsProcessor):
             values.zero_()
         dist.all_reduce(values, group=mesh.get_group())
         return values.tolist()
+
+    def _tokens_seen(self, counted_by_trainer: int) -> int:
+        """Tokens of the whole run.
+
+        TorchTitan counts per rank, wrong once a run goes on with other ranks; the loader counts for all, but from zero
+        where its state was left out of a resume. Then what the trainer knew of before is added.
+        """
+        if self.loader is None:
+            return counted_by_trainer
+        tokens = self.loader.tokens_seen()
+        if self._tokens_before is None:
+            self._tokens_before = 0 if self.loader.resumed else counted_by_trainer // self.parallel_dims.cp - tokens
+        return self._tokens_before + tokens
 
     def _rates(self, seconds: float) -> dict[str, float]:
         dims = self.parallel_dims

@@ -121,7 +121,9 @@ def apply_ddp(model: CausalLM, parallel_dims: ParallelDims, job_config: JobConfi
     mesh = parallel_dims.get_mesh("dp_replicate")
     # Alone, DDP runs under the trainer's autocast, which keeps the parameters as they are.
     alone = not (parallel_dims.tp_enabled or parallel_dims.pp_enabled)
-    mp_policy = MixedPrecisionPolicy() if alone else policy(job_config)
+    mp_policy = policy(job_config)
+    if alone:
+        mp_policy = MixedPrecisionPolicy(reduce_dtype=mp_policy.reduce_dtype)
     for block in model.blocks.values():
         replicate(block, mesh=mesh, mp_policy=mp_policy)
     replicate(model, mesh=mesh, mp_policy=mp_policy)

@@ -28,10 +28,10 @@ def reduce_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
         return
     mesh = partial[0][1].device_mesh
     local = [gradient.to_local() for _, gradient in partial]
-    total = torch.cat([part.flatten() for part in local])
+    total = torch.cat([part.flatten().float() for part in local])  # summed in fp32 whatever the gradients' dtype
     dist.all_reduce(total, group=mesh.get_group())
     for (parameter, _), part, whole in zip(partial, local, total.split([x.numel() for x in local]), strict=True):
-        parameter.grad = DTensor.from_local(whole.view_as(part), mesh, [Replicate()], run_check=False)
+        parameter.grad = DTensor.from_local(whole.view_as(part).to(part.dtype), mesh, [Replicate()], run_check=False)
 
 
 def reduce_after_backward(model: nn.Module, *, every: int) -> None:

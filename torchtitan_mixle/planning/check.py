@@ -1,5 +1,6 @@
 """Everything that must divide what, in one place. Plain numbers: no torch, no process group."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,7 @@ class RunPlan:
         """Ranks that see different samples."""
         model_ranks = self.tensor_parallel_degree * self.pipeline_parallel_degree * self.context_parallel_degree
         if self.data_parallel_shard_degree == -1:
-            return self.world_size // model_ranks
+            return self.world_size // model_ranks  # replicas included
         return self.data_parallel_replicate_degree * self.data_parallel_shard_degree
 
     @property
@@ -66,15 +67,19 @@ def compiles_model(job_config: Any) -> bool:
     return bool(job_config.compile.enable) and "model" in job_config.compile.components
 
 
-# Axis -> (TOML key's field, what it is called).
-_NOT_THERE_YET = {
-    "context_parallel_degree": "context parallelism",
-}
+_DEGREES = (
+    "data_parallel_replicate_degree",
+    "data_parallel_shard_degree",
+    "tensor_parallel_degree",
+    "pipeline_parallel_degree",
+    "context_parallel_degree",
+    "expert_parallel_degree",
+)
 
 
 def check_plan(shape: ModelShape, plan: RunPlan) -> None:
     """Raise ConfigError unless `plan` can run a model of `shape`."""
-    _check_degrees(plan)
+    check_degrees(plan)
     check_heads(shape.n_head, plan.tensor_parallel_degree, key="parallelism.tensor_parallel_degree")
     check_seq_len(shape, plan, plan.seq_len, key="training.seq_len")
     _check_batch(plan)
@@ -92,14 +97,14 @@ def check_seq_len(shape: ModelShape, plan: RunPlan, seq_len: int, *, key: str) -
     """Raise ConfigError unless sequences fit the position table and the ranks; `key` is the TOML key of seq_len."""
     if not 1 <= seq_len <= shape.block:
         raise ConfigError(
-            f"{key}={seq_len}: must be between 1 and the {shape.block} rows of the position table; "
-            f"lower {key} or set [mixle] block={max(seq_len, 1)}"
+            f"{key}={seq_len}: must be between 1 and the {shape.block} rows of the position table"
+            + (f"; lower {key} or set [mixle] block={seq_len}" if seq_len > 0 else "")
         )
     tp = plan.tensor_parallel_degree
     if seq_len % tp:
         raise ConfigError(
             f"{key}={seq_len} must be a multiple of parallelism.tensor_parallel_degree={tp}, since its ranks share the "
-            f"tokens of a sequence between them; use {key}={_or(_multiples_near(seq_len, tp, highest=shape.block))}"
+            f"tokens of a sequence between them; use {_or(_multiples_near(seq_len, tp, highest=shape.block))}"
         )
 
 
@@ -115,22 +120,45 @@ def _multiples_near(value: int, factor: int, *, highest: int | None = None) -> l
 
 
 def _or(values: list[int]) -> str:
-    """ "1, 2 or 4"."""
+    """Values that would work, in words; where there is none, a word for that."""
+    if not values:
+        return "another degree"
     *rest, last = map(str, values)
     return f"{', '.join(rest)} or {last}" if rest else last
 
 
-def _check_degrees(plan: RunPlan) -> None:
-    for field, what in _NOT_THERE_YET.items():
+def check_degrees(plan: RunPlan) -> None:
+    """Raise ConfigError unless the degrees are whole numbers of at least 1 that multiply to the number of ranks."""
+    for field in _DEGREES:
         degree = getattr(plan, field)
-        if degree != 1:
-            raise ConfigError(
-                f"parallelism.{field}={degree}: {what} is not there yet; "
-                f"use 1, and data_parallel_shard_degree to spread the model over ranks"
-            )
+        lowest = "1, or -1 for the ranks that are left" if field == "data_parallel_shard_degree" else "1"
+        if type(degree) is not int or (degree < 1 and not (degree == -1 and lowest != "1")):
+            raise ConfigError(f"parallelism.{field}={degree!r}: must be a whole number of at least {lowest}")
+    if plan.context_parallel_degree != 1:
+        raise ConfigError(
+            f"parallelism.context_parallel_degree={plan.context_parallel_degree}: context parallelism is not there "
+            f"yet; use 1, and another degree to spread the model over ranks"
+        )
     if plan.expert_parallel_degree != 1:
         raise ConfigError(
             f"parallelism.expert_parallel_degree={plan.expert_parallel_degree}: the model has no experts; use 1"
+        )
+    _check_product(plan)
+
+
+def _check_product(plan: RunPlan) -> None:
+    given = {field: getattr(plan, field) for field in _DEGREES if getattr(plan, field) not in (1, -1)}
+    product, ranks = math.prod(given.values()), plan.world_size
+    named = ", ".join(f"{field}={degree}" for field, degree in given.items()) or "all 1"
+    if plan.data_parallel_shard_degree == -1 and ranks % product:
+        raise ConfigError(
+            f"the degrees of [parallelism] ({named}) need a multiple of {product} ranks, and there are {ranks}; "
+            f"start {ranks // product * product or product}, or change the degrees"
+        )
+    if plan.data_parallel_shard_degree != -1 and ranks != product:
+        raise ConfigError(
+            f"the degrees of [parallelism] ({named}) need {product} ranks, and there are {ranks}; start {product}, "
+            f"change the degrees, or set data_parallel_shard_degree=-1 to use what is left"
         )
 
 

@@ -1,5 +1,6 @@
 """Layouts by name: "fsdp2xtp2" -> TorchTitan's parallel degrees."""
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -11,6 +12,13 @@ _PARTS = {
     "tp": "tensor_parallel_degree",
     "pp": "pipeline_parallel_degree",
 }
+_ALL = (
+    "data_parallel_replicate_degree",
+    "data_parallel_shard_degree",
+    "tensor_parallel_degree",
+    "pipeline_parallel_degree",
+    "context_parallel_degree",
+)
 _NAMES = "1, fsdpN, ddpN, hsdpRxS, tpN, ppN, and products of them like fsdp2xtp2"
 _PART = re.compile(r"hsdp(?P<replicate>\d+)(?:x(?P<shard>\d+))?|(?P<axis>[a-z]+)(?P<degree>\d+)")
 
@@ -27,19 +35,15 @@ class Layout:
 
 def parse_layout(name: str) -> Layout:
     """The layout of a name; hsdp2 is hsdp2x2. Raises ConfigError, with the names there are, for any other word."""
-    degrees = {"data_parallel_replicate_degree": 1, "data_parallel_shard_degree": 1}
+    degrees = dict.fromkeys(_ALL, 1)  # also those of the config that the name does not mention
     if name != "1":
         for part in _split(name):
-            clash = [key for key in part if degrees.get(key, 1) != 1]
+            clash = [key for key in part if degrees[key] != 1]
             if clash:
                 raise ConfigError(f"layout {name!r} gives {clash[0]} twice; use each axis once")
             degrees |= part
     data_parallel = degrees["data_parallel_replicate_degree"] * degrees["data_parallel_shard_degree"]
-    others = [degree for key, degree in degrees.items() if not key.startswith("data_parallel")]
-    world_size = data_parallel
-    for degree in others:
-        world_size *= degree
-    return Layout(name, degrees, world_size, data_parallel)
+    return Layout(name, degrees, math.prod(degrees.values()), data_parallel)
 
 
 def _split(name: str) -> list[dict[str, int]]:

@@ -7,26 +7,23 @@ from torchtitan_mixle.errors import ConfigError
 from torchtitan_mixle.metrics.counting import ModelShape
 from torchtitan_mixle.planning.check import RunPlan, compiles_model
 
-_CHECKPOINTING = ("none", "full", "selective", "memory_budget")
-_RESHARD = ("default", "always", "never")
 _FLOAT8_MULTIPLE = 16  # float8 matrix units take operands in multiples of 16
 
 
 def check_options(job_config: Any, shape: ModelShape, plan: RunPlan, *, on_accelerator: bool) -> None:
     """Raise ConfigError for a combination of TorchTitan's options that this model cannot run."""
-    _check_activation_checkpoint(job_config)
+    _check_activation_checkpoint(job_config, plan)
     _check_data_parallel(job_config, plan)
+    _check_machine(job_config, on_accelerator)
     if job_config.parallelism.enable_async_tensor_parallel:
         _check_async_tp(job_config, plan, on_accelerator)
     if "float8" in job_config.model.converters:
         _check_float8(job_config, shape, plan, on_accelerator)
 
 
-def _check_activation_checkpoint(job_config: Any) -> None:
+def _check_activation_checkpoint(job_config: Any, plan: RunPlan) -> None:
     options = job_config.activation_checkpoint
-    if options.mode not in _CHECKPOINTING:
-        raise ConfigError(f"activation_checkpoint.mode={options.mode!r} is unknown; use {_quoted(_CHECKPOINTING)}")
-    every = options.selective_ac_option
+    every = str(options.selective_ac_option)
     if options.mode == "selective" and every != "op" and not (every.isdigit() and int(every) > 0):
         raise ConfigError(
             f'activation_checkpoint.selective_ac_option={every!r} is unknown; use "op", or a positive number n to '
@@ -37,12 +34,15 @@ def _check_activation_checkpoint(job_config: Any) -> None:
             'activation_checkpoint.mode="memory_budget" is carried out by the compiler; '
             'set compile.enable=true with "model" in compile.components, or use "full" or "selective"'
         )
+    if options.mode == "memory_budget" and plan.tensor_parallel_degree > 1:
+        raise ConfigError(
+            f'activation_checkpoint.mode="memory_budget" with parallelism.tensor_parallel_degree='
+            f"{plan.tensor_parallel_degree}: torch's partitioner cannot weigh what tensor parallelism puts into "
+            f'the graph; use "full" or "selective"'
+        )
 
 
 def _check_data_parallel(job_config: Any, plan: RunPlan) -> None:
-    reshard = job_config.parallelism.fsdp_reshard_after_forward
-    if reshard not in _RESHARD:
-        raise ConfigError(f"parallelism.fsdp_reshard_after_forward={reshard!r} is unknown; use {_quoted(_RESHARD)}")
     sharded = plan.data_parallel_degree > plan.data_parallel_replicate_degree
     if job_config.training.enable_cpu_offload and not sharded:
         raise ConfigError(
@@ -88,5 +88,17 @@ def _check_float8(job_config: Any, shape: ModelShape, plan: RunPlan, on_accelera
         )
 
 
-def _quoted(values: tuple[str, ...]) -> str:
-    return ", ".join(f'"{value}"' for value in values)
+def _check_machine(job_config: Any, on_accelerator: bool) -> None:
+    unknown = set(job_config.model.converters) - {"float8"}
+    if unknown:
+        raise ConfigError(f'model.converters names {", ".join(sorted(unknown))}; "float8" is the one this model takes')
+    if on_accelerator:
+        return
+    if job_config.checkpoint.async_mode == "async_with_pinned_mem":
+        raise ConfigError(
+            'checkpoint.async_mode="async_with_pinned_mem" needs an accelerator; use "async" or "disabled"'
+        )
+    if job_config.profiling.enable_memory_snapshot:
+        raise ConfigError(
+            "profiling.enable_memory_snapshot needs an accelerator: a CPU keeps no history; switch it off"
+        )

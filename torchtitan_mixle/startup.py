@@ -1,0 +1,63 @@
+"""One line instead of a traceback for mistakes that TorchTitan meets before any of our code has the job's config.
+
+TorchTitan parses the config and multiplies the degrees out itself, with bare assertions. What it stumbled over lies in
+the frames of the traceback, so the process's last words can name the values, the rule and a remedy.
+"""
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import fields
+from types import FrameType, TracebackType
+from typing import Any
+
+from torchtitan_mixle.errors import ConfigError
+from torchtitan_mixle.planning.check import RunPlan, check_degrees
+
+
+def explain(error: BaseException, trace: TracebackType | None) -> ConfigError | None:
+    """The mistake behind an exception of TorchTitan's, or None if it is something else."""
+    text = str(error)
+    for frame in _frames(trace):
+        values = frame.f_locals
+        if type(values.get("self")).__name__ == "ParallelDims":
+            return _wrong_degrees(values["self"])
+        if text.startswith("Invalid field names in") and frame.f_code.co_name == "_dict_to_dataclass":
+            known = {field.name for field in fields(values["cls"])}
+            if unknown := sorted(set(values["data"]) - known):
+                return _unknown_key(unknown[0], values["cls"].__name__, known)
+    if text.startswith("TrainSpec ") and text.endswith(" is not registered."):
+        return ConfigError(f'model.name={text.split()[1]!r} is not a model that TorchTitan knows; use "mixle"')
+    return None
+
+
+def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
+    while trace is not None:
+        yield trace.tb_frame
+        trace = trace.tb_next
+
+
+def _wrong_degrees(dims: Any) -> ConfigError | None:
+    plan = RunPlan(
+        world_size=dims.world_size,
+        seq_len=1,
+        local_batch_size=1,
+        data_parallel_replicate_degree=dims.dp_replicate,
+        data_parallel_shard_degree=dims.dp_shard,
+        tensor_parallel_degree=dims.tp,
+        pipeline_parallel_degree=dims.pp,
+        context_parallel_degree=dims.cp,
+        expert_parallel_degree=dims.ep,
+    )
+    try:
+        check_degrees(plan)
+    except ConfigError as mistake:
+        return mistake
+    return None
+
+
+def _unknown_key(key: str, class_name: str, known: set[str]) -> ConfigError:
+    section = class_name.removeprefix("Merged")
+    where = "section" if section == "JobConfig" else f"key of [{section.lower()}]"
+    near = difflib.get_close_matches(key, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(known))}"
+    return ConfigError(f"{key!r} is not a {where}; {hint}")
