@@ -95,6 +95,17 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"checkpoint.initial_load_path": "no/such"},
         r"initial_load_path='no/such' is not a folder",
     ),
+    "fewer microbatches than stages": (
+        {"parallelism.pipeline_parallel_degree": 2, "training.local_batch_size": 1},
+        r"makes 1 microbatches, but 1F1B needs one for each of its 2 stages",
+    ),
+    "a stage without a block": (
+        {
+            "parallelism.pipeline_parallel_degree": 2,
+            "parallelism.pipeline_parallel_first_stage_less_layers": 5,
+        },
+        r"would make \[0, 4\] blocks a stage, and every stage needs one",
+    ),
     "context parallelism": (
         {"parallelism.context_parallel_degree": 2},
         r"parallelism\.context_parallel_degree=2: context parallelism is not there yet",

@@ -98,8 +98,9 @@ def test_recomputation_is_bitwise(layout: str, ranks: RankPool, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_memory_budget(ranks: RankPool, tmp_path: Path) -> None:
-    plain = run(ranks, "1", {}, tmp_path / "plain")
+@pytest.mark.parametrize("layout", ["1", "fsdp2"])
+def test_memory_budget(layout: str, ranks: RankPool, tmp_path: Path) -> None:
+    plain = run(ranks, layout, {}, tmp_path / "plain")
     budget = {"activation_checkpoint.mode": "memory_budget", "compile.enable": True}
-    result = run(ranks, "1", budget, tmp_path / "budget")
+    result = run(ranks, layout, budget, tmp_path / "budget")
     assert [loss for loss, _ in result["log"]] == pytest.approx([loss for loss, _ in plain["log"]], abs=1e-5)

@@ -243,7 +243,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         r"selective_ac_option=\"op\" does not allow",
     ),
     ({PIPELINE: 2, "parallelism.pipeline_parallel_schedule_csv": "no.csv"}, r"schedule_csv='no\.csv' is not a file"),
-    ({PIPELINE: 2, "validation.enable": True}, r"validation\.local_batch_size=16 must be training\.local_batch_size=4"),
+    ({PIPELINE: 2, "validation.enable": True}, r"validation\.local_batch_size=8 must be training\.local_batch_size=4"),
     ({PIPELINE: 2, "parallelism.pipeline_parallel_layers_per_stage": 1}, r"but 1F1B runs one; use Interleaved1F1B"),
     (
         {

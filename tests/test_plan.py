@@ -152,6 +152,12 @@ def test_options(overrides: dict[str, Any], on_accelerator: bool, message: str |
             check_options(*arguments, on_accelerator=on_accelerator)
 
 
+def test_offloaded_gradients_do_not_cross_a_pipeline() -> None:
+    config = job_config({"training.enable_cpu_offload": True, "parallelism.pipeline_parallel_degree": 2})
+    with pytest.raises(ConfigError, match=r"enable_cpu_offload leaves gradients on the CPU"):
+        check_options(config, args_of(config), run_plan(config, 4), on_accelerator=True)
+
+
 def test_a_misspelt_mode_in_the_toml_is_refused() -> None:
     """TorchTitan checks the command line's words, not the file's."""
     config = job_config({})

@@ -26,6 +26,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2xtp2": (4, {PIPELINE: 2, TENSOR: 2} | STAGES),
     "ddp2xtp2": (4, {REPLICATE: 2, TENSOR: 2}),
 }
+EACH_WITH_EACH = ("1", "tp2", "tp4", "fsdp2xtp2", "pp2xtp2")
+PAIRS = list(permutations(EACH_WITH_EACH, 2))
+PAIRS += [pair for other in LAYOUTS if other not in EACH_WITH_EACH for pair in (("1", other), (other, "1"))]
 
 
 def run(overrides: dict[str, Any], load: bool) -> dict[str, Any]:
@@ -92,7 +95,7 @@ def unbroken(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("writer", "reader"), list(permutations(LAYOUTS, 2)))
+@pytest.mark.parametrize(("writer", "reader"), PAIRS)
 def test_reads_what_another_layout_wrote(
     writer: str,
     reader: str,

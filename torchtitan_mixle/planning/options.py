@@ -49,6 +49,11 @@ def _check_data_parallel(job_config: Any, plan: RunPlan) -> None:
             "training.enable_cpu_offload needs FSDP, which moves the parameters; "
             "set parallelism.data_parallel_shard_degree to 2 or more, or switch it off"
         )
+    if job_config.training.enable_cpu_offload and plan.pipeline_parallel_degree > 1:
+        raise ConfigError(
+            "training.enable_cpu_offload leaves gradients on the CPU, and a pipeline exchanges the tied matrix's "
+            "between GPUs; switch it off, or set parallelism.pipeline_parallel_degree=1"
+        )
     if job_config.optimizer.early_step_in_backward:
         raise ConfigError(
             "optimizer.early_step_in_backward updates parameters before the gradient norm is known and before "
