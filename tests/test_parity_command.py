@@ -89,7 +89,7 @@ def test_the_command(tmp_path: Path) -> None:
     words += ["--override", "training.seq_len=32", "training.local_batch_size=2"]
     good = subprocess.run([*words, "--layouts", "tp2,pp2"], capture_output=True, text=True, cwd=tmp_path)
     assert good.returncode == 0, good.stdout + good.stderr
-    assert good.stdout.count("same ") == 2
+    assert good.stdout.count("│ same") == 2
     assert "reference" in good.stdout
     bad = subprocess.run([*words, "--layouts", "tp3"], capture_output=True, text=True, cwd=tmp_path)
     assert bad.returncode == 1
