@@ -17,6 +17,7 @@ from typing import Any
 
 TIMEOUT_S = 240
 GRACE_S = 10  # for the other ranks once one has failed
+RUNS_A_LIFE = 10  # gloo's threads of earlier groups stay and poll; new processes are cheaper than their company
 
 
 class RankFailure(AssertionError):
@@ -30,6 +31,7 @@ class RankPool:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["torchtitan.train", "torchtitan_mixle.spec"])
         self._size = size
+        self._runs = 0
         self._start()
 
     def _start(self) -> None:
@@ -45,6 +47,10 @@ class RankPool:
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
         """Results by rank. RankFailure if any rank raised, died or did not answer in time."""
+        self._runs += 1
+        if self._runs % RUNS_A_LIFE == 0:
+            self.close()
+            self._start()
         with tempfile.TemporaryDirectory() as folder:
             for connection in self._connections[:world_size]:
                 connection.send((function, args, world_size, str(Path(folder) / "store")))
