@@ -36,7 +36,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2xfsdp2xtp2": (8, {PIPELINE: 2, SHARD: 2, TENSOR: 2}),
     "hsdp2xpp2": (8, {PIPELINE: 2, REPLICATE: 2, SHARD: 2}),
 }
-SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble")
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
 def sizes(layout: dict[str, Any], *, accumulation: int = 1) -> dict[str, Any]:
@@ -107,7 +107,7 @@ SLOW_CASES: dict[str, tuple[int, dict[str, Any], int]] = {
     ),
     **{
         f"{schedule}, {name}": (ranks, layout | {SCHEDULE: schedule}, accumulation)
-        for schedule in ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+        for schedule in ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
         for name, ranks, layout, accumulation in (
             ("fsdp2", 4, {PIPELINE: 2, SHARD: 2}, 1),
             ("ddp2", 4, {PIPELINE: 2, REPLICATE: 2, SHARD: 1}, 1),
@@ -186,7 +186,7 @@ def test_what_a_pipeline_run_reports(ranks: RankPool, tmp_path: Path) -> None:
     job |= {"validation.steps": 2, "checkpoint.enable": True, "metrics.enable_tensorboard": True, "training.steps": 2}
     one = ranks.run(train, 1, job | {PIPELINE: 1, "job.dump_folder": str(tmp_path / "one")})[0]
     keys = {}
-    for schedule in ("1F1B", "ZBVZeroBubble"):
+    for schedule in ("1F1B", "ZBVZeroBubble", "DualPipeV"):
         folder = tmp_path / schedule
         two, _ = ranks.run(train, 2, job | {SCHEDULE: schedule, "job.dump_folder": str(folder)})
         for a, b in zip(one, two, strict=True):
@@ -213,6 +213,24 @@ def test_schedule_from_a_file(one_process: dict[str, Any], ranks: RankPool, tmp_
     compare(ranks.run(steps_with_gradients, 2, job | {"job.dump_folder": str(tmp_path / "run")}), one_process)
 
 
+def test_a_schedule_file_is_read_before_it_is_run(tmp_path: Path) -> None:
+    file = tmp_path / "schedule.csv"
+    job = TINY | EVEN | {PIPELINE: 2, "training.local_batch_size": 2}
+    job |= {"parallelism.pipeline_parallel_schedule_csv": str(file)}
+
+    def check(text: str, **more: Any) -> None:
+        file.write_text(text)
+        config = job_config(job | more)
+        check_pipeline(config, args_of(config), run_plan(config, 2))
+
+    check("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    check("0F0,0F1,0I0,0I1,0W0,0W1\n1F0,1B0,1F1,1B1\n")
+    with pytest.raises(ConfigError, match="runs 1 microbatches forward on stage 1, and the job makes 2"):
+        check("0F0,0F1,0B0,0B1\n1F0,1B0\n")
+    with pytest.raises(ConfigError, match=r"compile\.enable=true does not allow"):
+        check("0F0,0F1,0I0,0I1,0W0,0W1\n1F0,1B0,1F1,1B1\n", **{"compile.enable": True})
+
+
 REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({PIPELINE: 5}, r"4 blocks on 5 pipeline stages .* every stage needs one"),
     (
@@ -231,7 +249,10 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         {PIPELINE: 2, SCHEDULE: "Interleaved1F1B", "training.local_batch_size": 5},
         r"makes 5 microbatches, but Interleaved1F1B runs them in 2 rounds",
     ),
-    ({PIPELINE: 2, SCHEDULE: "DualPipeV"}, r"DualPipeV\" needs an accelerator"),
+    (
+        {PIPELINE: 2, SCHEDULE: "ZBVZeroBubble", SHARD: 2, "parallelism.fsdp_reshard_after_forward": "always"},
+        r"fsdp_reshard_after_forward=\"always\" does not allow",
+    ),
     ({PIPELINE: 2, SCHEDULE: "ZBVZeroBubble", "compile.enable": True}, r"compile\.enable=true does not allow; use"),
     (
         {
@@ -263,7 +284,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
                 ["blocks.1", "blocks.2", "blocks.3", "ln", "head"],
             ],
         },
-        r"gives blocks\.1 to two stages",
+        r"gives blocks\.1 more than once",
     ),
     (
         {
@@ -279,7 +300,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
 def test_refusals(overrides: dict[str, Any], message: str) -> None:
     config = job_config(TINY | EVEN | {"training.local_batch_size": 4} | overrides)
     with pytest.raises(ConfigError, match=message) as caught:
-        check_pipeline(config, args_of(config), run_plan(config, overrides[PIPELINE]), on_accelerator=False)
+        check_pipeline(config, args_of(config), run_plan(config, overrides[PIPELINE] * overrides.get(SHARD, 1)))
     assert "\n" not in str(caught.value)
 
 

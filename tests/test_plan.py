@@ -209,20 +209,37 @@ def test_degrees(changes: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dims", "message"),
+    ("degrees", "ranks", "message"),
     [
-        ({"tp": 2, "world_size": 3}, "need 2 ranks, and there are 3|need a multiple of 2 ranks"),
-        ({"dp_replicate": 0, "world_size": 1}, "data_parallel_replicate_degree=0: must be"),
-        ({"tp": "2", "world_size": 2}, "tensor_parallel_degree='2': must be"),
+        ({"tensor_parallel_degree": 2}, 3, "need a multiple of 2 ranks, and there are 3; start 2, or"),
+        ({"tensor_parallel_degree": 8}, 2, "need a multiple of 8 ranks, and there are 2; start 8, or"),
+        ({"data_parallel_replicate_degree": 0}, 1, "data_parallel_replicate_degree=0: must be"),
+        ({"tensor_parallel_degree": "2"}, 2, "tensor_parallel_degree='2': must be"),
     ],
 )
-def test_what_torchtitan_asserts_is_explained(dims: dict[str, Any], message: str) -> None:
+def test_what_torchtitan_asserts_is_explained(degrees: dict[str, Any], ranks: int, message: str) -> None:
     """Degrees are multiplied out before our check can run; the traceback still tells which they were."""
+    from torchtitan.config import JobConfig
     from torchtitan.distributed import ParallelDims
 
-    values = {"dp_replicate": 1, "dp_shard": -1, "cp": 1, "tp": 1, "pp": 1, "ep": 1, "etp": 1} | dims
+    def init_distributed(job_config: Any, world_size: int) -> ParallelDims:  # as in TorchTitan's trainer
+        parallelism_config = job_config.parallelism
+        return ParallelDims(
+            dp_shard=parallelism_config.data_parallel_shard_degree,
+            dp_replicate=parallelism_config.data_parallel_replicate_degree,
+            cp=1,
+            tp=parallelism_config.tensor_parallel_degree,
+            pp=1,
+            ep=1,
+            etp=1,
+            world_size=world_size,
+        )
+
+    config = JobConfig()
+    for name, degree in degrees.items():
+        setattr(config.parallelism, name, degree)
     with pytest.raises((AssertionError, TypeError)) as caught:
-        ParallelDims(**values)
+        init_distributed(config, ranks)
     assert re.search(message, str(explain(caught.value, caught.value.__traceback__)))
 
 

@@ -29,7 +29,7 @@ def check_job(job_config: JobConfig) -> None:
     plan = run_plan(job_config, dist.get_world_size())
     check_plan(args, plan)
     if plan.pipeline_parallel_degree > 1:
-        check_pipeline(job_config, args, plan, on_accelerator=torch.accelerator.is_available())
+        check_pipeline(job_config, args, plan)
     check_options(job_config, args, plan, on_accelerator=torch.accelerator.is_available())
     _check_training_data(job_config, args, plan)
     if job_config.checkpoint.create_seed_checkpoint and plan.world_size != 1:

@@ -11,7 +11,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from torchtitan_mixle.errors import ConfigError
-from torchtitan_mixle.planning.check import RunPlan, check_degrees
+from torchtitan_mixle.planning.check import DEGREES, RunPlan, check_degrees
 
 
 def explain(error: BaseException, trace: TracebackType | None) -> ConfigError | None:
@@ -19,8 +19,8 @@ def explain(error: BaseException, trace: TracebackType | None) -> ConfigError | 
     text = str(error)
     for frame in _frames(trace):
         values = frame.f_locals
-        if type(values.get("self")).__name__ == "ParallelDims":
-            return _wrong_degrees(values["self"])
+        if frame.f_code.co_name == "init_distributed" and "parallelism_config" in values and "world_size" in values:
+            return _wrong_degrees(values["parallelism_config"], values["world_size"])
         if text.startswith("Invalid field names in") and frame.f_code.co_name == "_dict_to_dataclass":
             known = {field.name for field in fields(values["cls"])}
             if unknown := sorted(set(values["data"]) - known):
@@ -36,20 +36,10 @@ def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
         trace = trace.tb_next
 
 
-def _wrong_degrees(dims: Any) -> ConfigError | None:
-    plan = RunPlan(
-        world_size=dims.world_size,
-        seq_len=1,
-        local_batch_size=1,
-        data_parallel_replicate_degree=dims.dp_replicate,
-        data_parallel_shard_degree=dims.dp_shard,
-        tensor_parallel_degree=dims.tp,
-        pipeline_parallel_degree=dims.pp,
-        context_parallel_degree=dims.cp,
-        expert_parallel_degree=dims.ep,
-    )
+def _wrong_degrees(parallelism: Any, world_size: int) -> ConfigError | None:
+    degrees = {field: getattr(parallelism, field) for field in DEGREES}
     try:
-        check_degrees(plan)
+        check_degrees(RunPlan(world_size=world_size, seq_len=1, local_batch_size=1, **degrees))
     except ConfigError as mistake:
         return mistake
     return None

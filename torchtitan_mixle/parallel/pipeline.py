@@ -59,6 +59,8 @@ def build_pipeline(
     if dist.get_rank() == 0:
         for number, stage in enumerate(names):
             logger.info("Pipeline stage %s of %s: %s", number, len(names), ", ".join(stage))
+    # There are no experts to overlap; TorchTitan would run forward and backward in two threads all the same.
+    parallelism.pipeline_parallel_expert_parallel_overlap = False
     stages, parts = pipeline_module_split(model, mesh, parallelism.pipeline_parallel_schedule, device, names)
     for i, part in enumerate(parts):
         parts[i] = stages[i].submod = parallelize(part, parallel_dims, job_config)
@@ -79,6 +81,12 @@ def build_pipeline(
         has_first_stage=any(stage.is_first for stage in stages),
         has_last_stage=any(stage.is_last for stage in stages),
     )
+
+
+def _forward_part(order: list[Any]) -> list[Any]:
+    """The actions of `order` without its backward ones, and without those halves of overlapped pairs."""
+    single = (part for action in order for part in (action.sub_actions or (action,)))
+    return [action for action in single if action.computation_type not in _BACKWARD]
 
 
 class ExactSchedule:
@@ -123,10 +131,7 @@ class ExactSchedule:
         if orders is None:
             return self.schedule.eval(*args, **kwargs)
         # torch's V-shaped schedules run into their backward actions here (2.13), so none are left in the order.
-        self.schedule.pipeline_order_with_comms = {
-            rank: [action for action in order if action.computation_type not in _BACKWARD]
-            for rank, order in orders.items()
-        }
+        self.schedule.pipeline_order_with_comms = {rank: _forward_part(order) for rank, order in orders.items()}
         try:
             return self.schedule.eval(*args, **kwargs)
         finally:

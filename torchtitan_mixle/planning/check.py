@@ -67,7 +67,7 @@ def compiles_model(job_config: Any) -> bool:
     return bool(job_config.compile.enable) and "model" in job_config.compile.components
 
 
-_DEGREES = (
+DEGREES = (
     "data_parallel_replicate_degree",
     "data_parallel_shard_degree",
     "tensor_parallel_degree",
@@ -129,7 +129,7 @@ def _or(values: list[int]) -> str:
 
 def check_degrees(plan: RunPlan) -> None:
     """Raise ConfigError unless the degrees are whole numbers of at least 1 that multiply to the number of ranks."""
-    for field in _DEGREES:
+    for field in DEGREES:
         degree = getattr(plan, field)
         lowest = "1, or -1 for the ranks that are left" if field == "data_parallel_shard_degree" else "1"
         if type(degree) is not int or (degree < 1 and not (degree == -1 and lowest != "1")):
@@ -147,7 +147,7 @@ def check_degrees(plan: RunPlan) -> None:
 
 
 def _check_product(plan: RunPlan) -> None:
-    given = {field: getattr(plan, field) for field in _DEGREES if getattr(plan, field) not in (1, -1)}
+    given = {field: getattr(plan, field) for field in DEGREES if getattr(plan, field) not in (1, -1)}
     product, ranks = math.prod(given.values()), plan.world_size
     named = ", ".join(f"{field}={degree}" for field, degree in given.items()) or "all 1"
     if plan.data_parallel_shard_degree == -1 and ranks % product:

@@ -2,13 +2,14 @@
 
 import difflib
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchtitan_mixle.errors import ConfigError
 from torchtitan_mixle.metrics.counting import ModelShape
-from torchtitan_mixle.planning.check import RunPlan, compiles_model
+from torchtitan_mixle.planning.check import RunPlan
 
 FIRST_MODULES = ("tok", "pos")
 LAST_MODULES = ("ln", "head")
@@ -43,6 +44,7 @@ SCHEDULES = {
         Schedule("DualPipeV", virtual=True, v_shaped=True, splits_backward=True, needs_stages_full=True),
     )
 }
+_CELL = re.compile(r"\b(\d+)([FBIW])(\d+)\b")  # an action of a schedule file: stage, kind, microbatch
 _SCHEDULE_KEY = "parallelism.pipeline_parallel_schedule"
 
 
@@ -136,7 +138,7 @@ def _check_explicit(stages: list[list[str]], n_layer: int, parallelism: Any) -> 
     if missing := [name for name in wanted if name not in names]:
         raise ConfigError(f"{key} leaves out {', '.join(missing)}; every module must be on one stage")
     if doubled := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"{key} gives {', '.join(doubled)} to two stages; every module must be on one")
+        raise ConfigError(f"{key} gives {', '.join(doubled)} more than once; every module must be on one stage")
     blocks = [name for name in names if name.startswith("blocks.")]
     if blocks != wanted[2:-2] or not set(FIRST_MODULES) <= set(stages[0]) or not set(LAST_MODULES) <= set(stages[-1]):
         raise ConfigError(f"{key} must keep tok and pos on the first stage, ln and head on the last, blocks in order")
@@ -149,7 +151,7 @@ def _check_explicit(stages: list[list[str]], n_layer: int, parallelism: Any) -> 
     _check_stages_per_rank(len(stages), pp, schedule, f"{key} of {len(stages)} stages")
 
 
-def check_pipeline(job_config: Any, shape: ModelShape, plan: RunPlan, *, on_accelerator: bool) -> None:
+def check_pipeline(job_config: Any, shape: ModelShape, plan: RunPlan) -> None:
     """Raise ConfigError unless the job's pipeline can be built and gives exact gradients."""
     parallelism = job_config.parallelism
     schedule = find_schedule(parallelism.pipeline_parallel_schedule)
@@ -166,26 +168,43 @@ def check_pipeline(job_config: Any, shape: ModelShape, plan: RunPlan, *, on_acce
         raise ConfigError(
             f"parallelism.pipeline_parallel_schedule_csv={csv!r} is not a file; give one, or unset the key"
         )
-    if schedule.name == "DualPipeV" and not on_accelerator:
-        raise ConfigError(f'{_SCHEDULE_KEY}="DualPipeV" needs an accelerator; use "ZBVZeroBubble" or "1F1B"')
-    if schedule.splits_backward:
-        _check_split_backward(schedule, job_config)
+    splits_backward = _check_csv(csv, n_stages, plan, parallelism) if csv else schedule.splits_backward
+    if splits_backward:
+        _check_split_backward(csv or schedule.name, job_config, plan)
     _check_validation_shape(job_config)
 
 
-def _check_split_backward(schedule: Schedule, job_config: Any) -> None:
-    """A zero-bubble backward pass walks the graph twice; compiled blocks and those recomputed by op allow it once."""
-    by_op = job_config.activation_checkpoint.mode == "selective" and (
-        job_config.activation_checkpoint.selective_ac_option == "op"
+def _check_csv(csv: str, n_stages: int, plan: RunPlan, parallelism: Any) -> bool:
+    """Whether a file's schedule splits the backward pass; ConfigError unless each stage runs each microbatch."""
+    cells = _CELL.findall(Path(csv).read_text(encoding="utf-8", errors="replace"))
+    expected = plan.local_batch_size // parallelism.pipeline_parallel_microbatch_size
+    for stage in range(n_stages):
+        forward = {int(microbatch) for number, kind, microbatch in cells if int(number) == stage and kind == "F"}
+        if forward != set(range(expected)):
+            raise ConfigError(
+                f"parallelism.pipeline_parallel_schedule_csv={csv!r} runs {len(forward)} microbatches forward on stage "
+                f"{stage}, and the job makes {expected} (local_batch_size / microbatch size); change one of them"
+            )
+    return any(kind in "IW" for _, kind, _ in cells)
+
+
+def _check_split_backward(name: str, job_config: Any, plan: RunPlan) -> None:
+    """Refuse what cannot go through a graph twice: compiled code, blocks recomputed by op, parameters gathered anew."""
+    checkpoint = job_config.activation_checkpoint
+    sharded = plan.data_parallel_degree > plan.data_parallel_replicate_degree
+    if checkpoint.mode == "selective" and checkpoint.selective_ac_option == "op":
+        what, remedy = 'activation_checkpoint.selective_ac_option="op"', 'activation_checkpoint.mode="full"'
+    elif job_config.compile.enable:
+        what, remedy = "compile.enable=true", "compile.enable=false"
+    elif sharded and job_config.parallelism.fsdp_reshard_after_forward == "always":
+        what, remedy = 'parallelism.fsdp_reshard_after_forward="always"', '"default"'
+    else:
+        return
+    whole = [s.name for s in SCHEDULES.values() if not s.splits_backward]
+    raise ConfigError(
+        f"{_SCHEDULE_KEY}={name!r} computes the gradients of inputs and weights apart, which {what} does not allow; "
+        f"use {remedy}, or the schedule {', '.join(whole)}"
     )
-    if by_op or compiles_model(job_config):
-        what = 'activation_checkpoint.selective_ac_option="op"' if by_op else "compile.enable=true"
-        remedy = 'activation_checkpoint.mode="full"' if by_op else "compile.enable=false"
-        whole = [s.name for s in SCHEDULES.values() if not s.splits_backward]
-        raise ConfigError(
-            f"{_SCHEDULE_KEY}={schedule.name!r} computes the gradients of inputs and weights apart, which {what} "
-            f"does not allow; use {remedy}, or the schedule {', '.join(whole)}"
-        )
 
 
 def _check_validation_shape(job_config: Any) -> None:

@@ -82,6 +82,19 @@ RULES: dict[str, Rule] = {
     "activation_checkpoint.memory_budget": SHARE,
     "compile.components": members_of("model", "loss"),
     "parallelism.fsdp_reshard_after_forward": one_of("default", "always", "never"),
+    "parallelism.pipeline_parallel_microbatch_size": AT_LEAST_ONE,
+    "parallelism.pipeline_parallel_layers_per_stage": or_unset(AT_LEAST_ONE),
+    "parallelism.pipeline_parallel_first_stage_less_layers": AT_LEAST_ZERO,
+    "parallelism.pipeline_parallel_last_stage_less_layers": AT_LEAST_ZERO,
+    "parallelism.module_fqns_per_model_part": or_unset(
+        (
+            lambda value: (
+                isinstance(value, list)
+                and all(isinstance(part, list) and all(isinstance(name, str) for name in part) for part in value)
+            ),
+            "a list of lists of module names",
+        )
+    ),
     "parallelism.expert_tensor_parallel_degree": (lambda value: value == 1, "1: the model has no experts"),
     "debug.seed": or_unset(AT_LEAST_ZERO),
 }
