@@ -115,6 +115,7 @@ SLOW_CASES: dict[str, tuple[int, dict[str, Any], int]] = {
             ("full recomputation", 2, {PIPELINE: 2, "activation_checkpoint.mode": "full"}, 1),
             ("accumulation 2, fsdp2", 4, {PIPELINE: 2, SHARD: 2}, 2),
         )
+        if (schedule, accumulation) != ("DualPipeV", 2)  # two microbatches are too few for its four stages
     },
 }
 
