@@ -23,6 +23,13 @@ class Mixle:
     mup_output_multiplier: float = 1.0
     """Factor on the logits of a freshly initialised model (a loaded checkpoint brings its own)."""
 
+    context_parallel_method: str = "allgather"
+    """How queries and keys come together: "allgather", "ring" or "ulysses"."""
+
+    context_parallel_order: str | None = None
+    """How ranks share the tokens of a sequence: "headtail" (a chunk from either end, so that all have the same work) or
+    "contiguous"; unset: as parallelism.context_parallel_load_balancer says, which is "headtail"."""
+
     peak_tflops: float | None = None
     """Dense peak of one device in TFLOP/s, for MFU on a device that is not in the table, or to overrule the table."""
 

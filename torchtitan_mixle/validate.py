@@ -17,6 +17,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.components.validate import BaseValidator, ValidationContext
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.context_parallel import prepare_context_parallel_input
 from torchtitan.hf_datasets.text_datasets import build_text_validation_dataloader
 from torchtitan.tools import utils
 
@@ -121,15 +122,19 @@ class CausalLMValidator(BaseValidator):
 
     def _sum_loss(self, model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
         """(loss sum, token count) of one local batch, float64 (2,); zeros on a pipeline's earlier stages."""
+        tokens, labels, where = self._own_tokens(tokens, labels)
         if self.pipeline is None:
             with self.validation_context(), self.maybe_enable_amp:
-                loss = self.loss_fn(model(tokens), labels)
+                loss = self.loss_fn(model(tokens, **where), labels)
         else:
             schedule, has_first_stage, has_last_stage = self.pipeline
             losses: list[Tensor] | None = [] if has_last_stage else None
             with self.validation_context():
                 schedule.eval(
-                    *([tokens] if has_first_stage else []), target=labels if has_last_stage else None, losses=losses
+                    *([tokens] if has_first_stage else []),
+                    **where,
+                    target=labels if has_last_stage else None,
+                    losses=losses,
                 )
             if losses is None:
                 return torch.zeros(2, dtype=torch.float64, device=tokens.device)
@@ -137,3 +142,16 @@ class CausalLMValidator(BaseValidator):
         if isinstance(loss, DTensor):
             loss = loss.full_tensor()
         return torch.stack([loss.double(), (labels != IGNORE_INDEX).sum().double()])
+
+    def _own_tokens(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """What this rank has of the sequences, dealt out as the trainer does it, and the positions if not all."""
+        if not self.parallel_dims.cp_enabled:
+            return tokens, labels, {}
+        return prepare_context_parallel_input(
+            tokens,
+            labels,
+            {},
+            self.parallel_dims.get_mesh("cp"),
+            tokens.device,
+            self.job_config.parallelism.context_parallel_load_balancer,
+        )

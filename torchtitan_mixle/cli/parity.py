@@ -63,7 +63,7 @@ def parity(
 
     Args:
         config: TOML file of the job.
-        layouts: Comma-separated: fsdpN, ddpN, hsdpRxS, tpN, ppN, and products of them like fsdp2xtp2.
+        layouts: Comma-separated: fsdpN, ddpN, hsdpRxS, tpN, ppN, cpN, and products of them like fsdp2xtp2.
         reference: The layout that the others are compared with.
         steps: Optimizer steps of each run.
         tolerance: Largest relative difference of loss and gradient norm at the first step; unset: 1e-5 for a job that

@@ -7,6 +7,8 @@ Nothing here knows of ranks. Tensors may be DTensors and heads may be a rank's s
 inferred (-1), never computed from the arguments.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -15,6 +17,13 @@ from torchtitan.protocols.model import ModelProtocol
 
 from torchtitan_mixle.model.args import CausalLMArgs
 from torchtitan_mixle.model.init import init_parameters
+
+
+def causal_attention(qkv: Tensor, scale: float | None) -> Tensor:
+    """Each token attends to itself and to those before it: qkv (B, T, H, 3, D) -> (B, T, H, D)."""
+    q, k, v = qkv.transpose(1, 2).unbind(dim=3)  # each (B, H, T, D)
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)  # (B, H, T, D)
+    return o.transpose(1, 2)
 
 
 class CausalAttention(nn.Module):
@@ -30,14 +39,14 @@ class CausalAttention(nn.Module):
         self.scale = 1.0 / self.head_dim if args.mup_attention else None
         self.wqkv = nn.Linear(args.d_model, 3 * args.d_model)
         self.proj = nn.Linear(args.d_model, args.d_model)
+        # What attends to tokens that are not all here takes this function's place.
+        self.attend: Callable[[Tensor, float | None], Tensor] = causal_attention
 
     def forward(self, x: Tensor) -> Tensor:
         batch, seq_len, _ = x.shape
         qkv = self.wqkv(x).view(batch, seq_len, -1, 3, self.head_dim)  # (B, T, H, 3, D)
-        q, k, v = qkv.transpose(1, 2).unbind(dim=3)  # each (B, H, T, D)
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)  # (B, H, T, D)
-        o = o.transpose(1, 2).reshape(batch, seq_len, -1)  # (B, T, H * D)
-        return self.proj(o)
+        o = self.attend(qkv, self.scale)  # (B, T, H, D)
+        return self.proj(o.reshape(batch, seq_len, -1))
 
 
 class Block(nn.Module):

@@ -1,4 +1,4 @@
-"""TorchTitan's `parallelize_fn`: tensor parallelism, recomputation, compile, data parallelism."""
+"""TorchTitan's `parallelize_fn`: tensor and context parallelism, recomputation, compile, data parallelism."""
 
 import logging
 from functools import partial
@@ -13,6 +13,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
 
 from torchtitan_mixle.model.model import CausalLM
+from torchtitan_mixle.parallel.context_operator import apply_cp
 from torchtitan_mixle.parallel.precision import apply_precision, policy
 from torchtitan_mixle.parallel.replicated import reduce_after_backward
 from torchtitan_mixle.parallel.tensor import apply_tp
@@ -29,6 +30,7 @@ _SAVED_OPS = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_attention_math.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops.torchtitan_mixle.context_attention.default,
 }
 
 
@@ -37,6 +39,8 @@ def parallelize(model: CausalLM, parallel_dims: ParallelDims, job_config: JobCon
     if parallel_dims.tp_enabled:
         apply_tp(model, parallel_dims.get_mesh("tp"), loss_parallel=not job_config.parallelism.disable_loss_parallel)
         _keep_compiled_code_apart(parallel_dims)
+    if parallel_dims.cp_enabled:
+        apply_cp(model, parallel_dims, job_config)
     if _recomputes_compiled_blocks(parallel_dims, job_config):
         apply_compile(model, job_config)
         apply_recomputation(model, job_config)

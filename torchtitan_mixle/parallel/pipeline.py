@@ -19,7 +19,7 @@ from torchtitan_mixle.model.model import CausalLM
 from torchtitan_mixle.parallel.replicated import reduce_partial_gradients
 from torchtitan_mixle.parallel.tied import TiedMatrix
 from torchtitan_mixle.planning.check import run_plan
-from torchtitan_mixle.planning.stages import find_schedule, stage_modules
+from torchtitan_mixle.planning.stages import job_schedule, splitter_name, stage_modules
 
 logger = logging.getLogger(__name__)
 
@@ -61,10 +61,10 @@ def build_pipeline(
             logger.info("Pipeline stage %s of %s: %s", number, len(names), ", ".join(stage))
     # There are no experts to overlap; TorchTitan would run forward and backward in two threads all the same.
     parallelism.pipeline_parallel_expert_parallel_overlap = False
-    stages, parts = pipeline_module_split(model, mesh, parallelism.pipeline_parallel_schedule, device, names)
+    stages, parts = pipeline_module_split(model, mesh, splitter_name(parallelism), device, names)
     for i, part in enumerate(parts):
         parts[i] = stages[i].submod = parallelize(part, parallel_dims, job_config)
-    v_shaped = find_schedule(parallelism.pipeline_parallel_schedule).v_shaped
+    v_shaped = job_schedule(parallelism).v_shaped
     tied = TiedMatrix(parts, mesh.get_group(), first_stage_rank=0, last_stage_rank=0 if v_shaped else mesh.size() - 1)
     schedule = ExactSchedule(
         build_pipeline_schedule(job_config, stages, loss_fn),

@@ -6,6 +6,7 @@ from typing import Any
 
 from torchtitan_mixle.errors import ConfigError
 from torchtitan_mixle.metrics.counting import ModelShape
+from torchtitan_mixle.planning.sequence import chunks_per_rank, sequence_order
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class RunPlan:
     pipeline_parallel_degree: int = 1
     context_parallel_degree: int = 1
     expert_parallel_degree: int = 1
+    context_parallel_method: str = "allgather"
+    context_parallel_order: str = "headtail"
 
     @property
     def data_parallel_degree(self) -> int:
@@ -59,6 +62,8 @@ def run_plan(job_config: Any, world_size: int) -> RunPlan:
         pipeline_parallel_degree=parallelism.pipeline_parallel_degree,
         context_parallel_degree=parallelism.context_parallel_degree,
         expert_parallel_degree=parallelism.expert_parallel_degree,
+        context_parallel_method=job_config.mixle.context_parallel_method,
+        context_parallel_order=sequence_order(job_config),
     )
 
 
@@ -81,6 +86,7 @@ def check_plan(shape: ModelShape, plan: RunPlan) -> None:
     """Raise ConfigError unless `plan` can run a model of `shape`."""
     check_degrees(plan)
     check_heads(shape.n_head, plan.tensor_parallel_degree, key="parallelism.tensor_parallel_degree")
+    _check_exchanged_heads(shape.n_head, plan)
     check_seq_len(shape, plan, plan.seq_len, key="training.seq_len")
     _check_batch(plan)
 
@@ -100,11 +106,29 @@ def check_seq_len(shape: ModelShape, plan: RunPlan, seq_len: int, *, key: str) -
             f"{key}={seq_len}: must be between 1 and the {shape.block} rows of the position table"
             + (f"; lower {key} or set [mixle] block={seq_len}" if seq_len > 0 else "")
         )
-    tp = plan.tensor_parallel_degree
-    if seq_len % tp:
+    tp, cp = plan.tensor_parallel_degree, plan.context_parallel_degree
+    chunks = cp * chunks_per_rank(plan.context_parallel_order) if cp > 1 else 1
+    factor = math.lcm(chunks, cp * tp)
+    if seq_len % factor == 0:
+        return
+    shared = {"tensor_parallel_degree": tp, "context_parallel_degree": cp}
+    degrees = " and ".join(f"{name}={degree}" for name, degree in shared.items() if degree > 1)
+    needs = f"{chunks} chunks" + (f" over {cp} ranks, each again shared by {tp}" if tp > 1 else "")
+    why = f"head-tail order makes {needs}" if chunks > cp else "the ranks share the tokens of a sequence between them"
+    remedies = _or(_multiples_near(seq_len, factor, highest=shape.block))
+    if chunks > cp and seq_len % (cp * tp) == 0:
+        remedies += ', or set [mixle] context_parallel_order="contiguous"'
+    raise ConfigError(f"{key}={seq_len} must be a multiple of {factor} for {degrees}, since {why}; use {remedies}")
+
+
+def _check_exchanged_heads(n_head: int, plan: RunPlan) -> None:
+    """The ulysses method gives every rank some heads, of those that tensor parallelism has left it."""
+    tp, cp = plan.tensor_parallel_degree, plan.context_parallel_degree
+    if cp > 1 and plan.context_parallel_method == "ulysses" and n_head % (tp * cp):
         raise ConfigError(
-            f"{key}={seq_len} must be a multiple of parallelism.tensor_parallel_degree={tp}, since its ranks share the "
-            f"tokens of a sequence between them; use {_or(_multiples_near(seq_len, tp, highest=shape.block))}"
+            f'[mixle] context_parallel_method="ulysses" shares n_head={n_head} heads between '
+            f"parallelism.tensor_parallel_degree={tp} times context_parallel_degree={cp} ranks, which does not go; "
+            f'use context_parallel_degree={_or(divisors(n_head // tp))}, or the method "ring" or "allgather"'
         )
 
 
@@ -134,11 +158,6 @@ def check_degrees(plan: RunPlan) -> None:
         lowest = "1, or -1 for the ranks that are left" if field == "data_parallel_shard_degree" else "1"
         if type(degree) is not int or (degree < 1 and not (degree == -1 and lowest != "1")):
             raise ConfigError(f"parallelism.{field}={degree!r}: must be a whole number of at least {lowest}")
-    if plan.context_parallel_degree != 1:
-        raise ConfigError(
-            f"parallelism.context_parallel_degree={plan.context_parallel_degree}: context parallelism is not there "
-            f"yet; use 1, and another degree to spread the model over ranks"
-        )
     if plan.expert_parallel_degree != 1:
         raise ConfigError(
             f"parallelism.expert_parallel_degree={plan.expert_parallel_degree}: the model has no experts; use 1"

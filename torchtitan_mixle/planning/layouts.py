@@ -11,6 +11,7 @@ _PARTS = {
     "ddp": "data_parallel_replicate_degree",
     "tp": "tensor_parallel_degree",
     "pp": "pipeline_parallel_degree",
+    "cp": "context_parallel_degree",
 }
 _ALL = (
     "data_parallel_replicate_degree",
@@ -19,7 +20,7 @@ _ALL = (
     "pipeline_parallel_degree",
     "context_parallel_degree",
 )
-_NAMES = "1, fsdpN, ddpN, hsdpRxS, tpN, ppN, and products of them like fsdp2xtp2"
+_NAMES = "1, fsdpN, ddpN, hsdpRxS, tpN, ppN, cpN, and products of them like fsdp2xtp2"
 _PART = re.compile(r"hsdp(?P<replicate>\d+)(?:x(?P<shard>\d+))?|(?P<axis>[a-z]+)(?P<degree>\d+)")
 
 

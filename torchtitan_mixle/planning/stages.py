@@ -2,14 +2,13 @@
 
 import difflib
 import math
-import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torchtitan_mixle.errors import ConfigError
 from torchtitan_mixle.metrics.counting import ModelShape
 from torchtitan_mixle.planning.check import RunPlan
+from torchtitan_mixle.planning.schedule_file import read_schedule
 
 FIRST_MODULES = ("tok", "pos")
 LAST_MODULES = ("ln", "head")
@@ -44,7 +43,8 @@ SCHEDULES = {
         Schedule("DualPipeV", virtual=True, v_shaped=True, splits_backward=True, needs_stages_full=True),
     )
 }
-_CELL = re.compile(r"\b(\d+)([FBIW])(\d+)\b")  # an action of a schedule file: stage, kind, microbatch
+# TorchTitan's names for "whatever the file says".
+_FILE_SCHEDULES = ("PipelineScheduleSingle", "PipelineScheduleMulti", "_PipelineScheduleRuntime")
 _SCHEDULE_KEY = "parallelism.pipeline_parallel_schedule"
 
 
@@ -56,6 +56,34 @@ def find_schedule(name: str) -> Schedule:
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(f"{_SCHEDULE_KEY}={name!r} is unknown; {hint}use one of {', '.join(known)}")
     return SCHEDULES[name.lower()]
+
+
+def job_schedule(parallelism: Any) -> Schedule:
+    """The schedule that a job's `[parallelism]` asks for: by name, or as its file says. Raises ConfigError."""
+    name, path = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_schedule_csv
+    if not path:
+        if name.lower() in map(str.lower, _FILE_SCHEDULES):
+            raise ConfigError(
+                f"{_SCHEDULE_KEY}={name!r} needs a file, in pipeline_parallel_schedule_csv; there is none"
+            )
+        return find_schedule(name)
+    if name.lower() not in map(str.lower, _FILE_SCHEDULES):
+        find_schedule(name)  # the file counts, but a misspelt word is still a mistake
+    file = read_schedule(path)
+    return Schedule(
+        file.name,
+        virtual=file.n_stages > len(file.actions),
+        v_shaped=file.v_shaped,
+        splits_backward=file.splits_backward,
+    )
+
+
+def splitter_name(parallelism: Any) -> str:
+    """The schedule to name to TorchTitan where it asks for one to deal out the stages."""
+    schedule = job_schedule(parallelism)
+    if not parallelism.pipeline_parallel_schedule_csv:
+        return schedule.name
+    return "ZBVZeroBubble" if schedule.v_shaped else "PipelineScheduleMulti"
 
 
 def stage_modules(n_layer: int, parallelism: Any) -> list[list[str]]:
@@ -90,8 +118,10 @@ def _weights(parallelism: Any) -> tuple[int, int]:
 def _count_stages(n_layer: int, parallelism: Any) -> int:
     """Stages over all ranks: one a rank, two for a schedule with virtual stages, or what layers_per_stage gives."""
     pp = parallelism.pipeline_parallel_degree
-    schedule = find_schedule(parallelism.pipeline_parallel_schedule)
+    schedule = job_schedule(parallelism)
     per_stage = parallelism.pipeline_parallel_layers_per_stage
+    if per_stage is None and parallelism.pipeline_parallel_schedule_csv:
+        return read_schedule(parallelism.pipeline_parallel_schedule_csv).n_stages
     if per_stage is None:
         return pp * (2 if schedule.virtual else 1)
     key = f"parallelism.pipeline_parallel_layers_per_stage={per_stage}"
@@ -147,45 +177,31 @@ def _check_explicit(stages: list[list[str]], n_layer: int, parallelism: Any) -> 
     pp = parallelism.pipeline_parallel_degree
     if len(stages) % pp:
         raise ConfigError(f"{key} lists {len(stages)} stages, which {pp} pipeline ranks cannot share evenly")
-    schedule = find_schedule(parallelism.pipeline_parallel_schedule)
+    schedule = job_schedule(parallelism)
     _check_stages_per_rank(len(stages), pp, schedule, f"{key} of {len(stages)} stages")
 
 
 def check_pipeline(job_config: Any, shape: ModelShape, plan: RunPlan) -> None:
     """Raise ConfigError unless the job's pipeline can be built and gives exact gradients."""
     parallelism = job_config.parallelism
-    schedule = find_schedule(parallelism.pipeline_parallel_schedule)
+    schedule = job_schedule(parallelism)
+    batch, microbatch = plan.local_batch_size, parallelism.pipeline_parallel_microbatch_size
+    if parallelism.pipeline_parallel_schedule_csv:
+        check_microbatch_size(batch, microbatch)
+        file = read_schedule(parallelism.pipeline_parallel_schedule_csv)
+        file.check(pp=plan.pipeline_parallel_degree, microbatches=batch // microbatch)
     n_stages = len(stage_modules(shape.n_layer, parallelism))
-    check_microbatches(
-        schedule,
-        n_stages=n_stages,
-        pp=plan.pipeline_parallel_degree,
-        batch=plan.local_batch_size,
-        microbatch=parallelism.pipeline_parallel_microbatch_size,
-    )
-    csv = parallelism.pipeline_parallel_schedule_csv
-    if csv and not Path(csv).is_file():
+    if not parallelism.pipeline_parallel_schedule_csv:
+        pp = plan.pipeline_parallel_degree
+        check_microbatches(schedule, n_stages=n_stages, pp=pp, batch=batch, microbatch=microbatch)
+    elif n_stages != file.n_stages:
         raise ConfigError(
-            f"parallelism.pipeline_parallel_schedule_csv={csv!r} is not a file; give one, or unset the key"
+            f"{file.name} runs {file.n_stages} stages, and the other keys make {n_stages}; change one of them"
         )
-    splits_backward = _check_csv(csv, n_stages, plan, parallelism) if csv else schedule.splits_backward
-    if splits_backward:
-        _check_split_backward(csv or schedule.name, job_config, plan)
+    if schedule.splits_backward:
+        name = schedule.name if parallelism.pipeline_parallel_schedule_csv else f"{_SCHEDULE_KEY}={schedule.name!r}"
+        _check_split_backward(name, job_config, plan)
     _check_validation_shape(job_config)
-
-
-def _check_csv(csv: str, n_stages: int, plan: RunPlan, parallelism: Any) -> bool:
-    """Whether a file's schedule splits the backward pass; ConfigError unless each stage runs each microbatch."""
-    cells = _CELL.findall(Path(csv).read_text(encoding="utf-8", errors="replace"))
-    expected = plan.local_batch_size // parallelism.pipeline_parallel_microbatch_size
-    for stage in range(n_stages):
-        forward = {int(microbatch) for number, kind, microbatch in cells if int(number) == stage and kind == "F"}
-        if forward != set(range(expected)):
-            raise ConfigError(
-                f"parallelism.pipeline_parallel_schedule_csv={csv!r} runs {len(forward)} microbatches forward on stage "
-                f"{stage}, and the job makes {expected} (local_batch_size / microbatch size); change one of them"
-            )
-    return any(kind in "IW" for _, kind, _ in cells)
 
 
 def _check_split_backward(name: str, job_config: Any, plan: RunPlan) -> None:
@@ -202,7 +218,7 @@ def _check_split_backward(name: str, job_config: Any, plan: RunPlan) -> None:
         return
     whole = [s.name for s in SCHEDULES.values() if not s.splits_backward]
     raise ConfigError(
-        f"{_SCHEDULE_KEY}={name!r} computes the gradients of inputs and weights apart, which {what} does not allow; "
+        f"{name} computes the gradients of inputs and weights apart, which {what} does not allow; "
         f"use {remedy}, or the schedule {', '.join(whole)}"
     )
 
@@ -220,9 +236,7 @@ def _check_validation_shape(job_config: Any) -> None:
 
 def check_microbatches(schedule: Schedule, *, n_stages: int, pp: int, batch: int, microbatch: int) -> None:
     """Raise ConfigError unless a rank's batch makes microbatches that the schedule can run."""
-    keys = f"training.local_batch_size={batch} with parallelism.pipeline_parallel_microbatch_size={microbatch}"
-    if microbatch < 1 or batch % microbatch:
-        raise ConfigError(f"{keys}: the microbatch size must divide the batch")
+    keys = check_microbatch_size(batch, microbatch)
     n = batch // microbatch
     if schedule.needs_stages_full and n < n_stages:
         raise ConfigError(
@@ -235,3 +249,11 @@ def check_microbatches(schedule: Schedule, *, n_stages: int, pp: int, batch: int
             f"{keys} makes {n} microbatches, but {schedule.name} runs them in {rounds} rounds of equal length; "
             f"use a multiple of pipeline_parallel_degree={pp}"
         )
+
+
+def check_microbatch_size(batch: int, microbatch: int) -> str:
+    """Raise ConfigError unless the microbatch size divides a rank's batch; the two keys with their values."""
+    keys = f"training.local_batch_size={batch} with parallelism.pipeline_parallel_microbatch_size={microbatch}"
+    if microbatch < 1 or batch % microbatch:
+        raise ConfigError(f"{keys}: the microbatch size must divide the batch")
+    return keys

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_mixle.errors import ConfigError
+from torchtitan_mixle.planning.sequence import METHODS, ORDERS
 
 Rule = tuple[Callable[[Any], bool], str]
 
@@ -51,6 +52,9 @@ RULES: dict[str, Rule] = {
     "mixle.mup_attention": FLAG,
     "mixle.mup_output_multiplier": NUMBER,
     "mixle.peak_tflops": or_unset(POSITIVE),
+    "mixle.context_parallel_method": one_of(*METHODS),
+    "mixle.context_parallel_order": or_unset(one_of(*ORDERS)),
+    "parallelism.context_parallel_load_balancer": or_unset(one_of("headtail")),
     "training.seq_len": AT_LEAST_ONE,
     "training.local_batch_size": AT_LEAST_ONE,
     "training.global_batch_size": ALL_OR_SOME,
@@ -110,6 +114,11 @@ def check_values(job_config: Any) -> None:
             raise ConfigError(f"{key}={value!r}: must be {rule}")
     _check_checkpoint(job_config.checkpoint)
     _check_dtypes(job_config.training)
+    if (rotate := job_config.parallelism.context_parallel_rotate_method) != "allgather":
+        raise ConfigError(
+            f"parallelism.context_parallel_rotate_method={rotate!r} belongs to torch's own context parallelism, which "
+            f'this model does not use; unset it, and set [mixle] context_parallel_method="ring" for the same effect'
+        )
     folder = Path(job_config.job.dump_folder)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"job.dump_folder={str(folder)!r} is a file; give a folder")
