@@ -1,7 +1,11 @@
 """Jobs of the debug config, and functions that run them on a rank of the pool."""
 
+import copy
 import json
 import zlib
+from collections.abc import Collection
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,9 @@ TINY = {
 }
 """Small steps of the debug model whose gradient norm is reported unclipped."""
 
+BRIEF = {"model.flavor": "shallow", "training.steps": 3}
+"""With TINY: fewer steps of a model of two blocks, for what needs no more."""
+
 
 def flags(overrides: dict[str, Any]) -> list[str]:
     """TorchTitan's command line for overrides: {"training.steps": 5} -> ["--training.steps", "5"]."""
@@ -41,15 +48,27 @@ def flags(overrides: dict[str, Any]) -> list[str]:
     return words
 
 
-def job_config(overrides: dict[str, Any], config: Path = DEBUG_CONFIG) -> Any:
+@cache
+def base_config(config: Path = DEBUG_CONFIG) -> Any:
+    """The config file as TorchTitan reads it (which takes most of a second)."""
     from torchtitan.config import ConfigManager
 
-    lists = {key: value for key, value in overrides.items() if isinstance(value, list)}  # the command line has none
-    scalars = {key: value for key, value in overrides.items() if key not in lists}
-    result = ConfigManager().parse_args(["--job.config_file", str(config), *flags(scalars)])
-    for key, value in lists.items():
-        section, name = key.split(".")
-        setattr(getattr(result, section), name, value)
+    return ConfigManager().parse_args(["--job.config_file", str(config)])
+
+
+def job_config(overrides: dict[str, Any], config: Path = DEBUG_CONFIG) -> Any:
+    """The config with overrides, as from the command line."""
+    from torchtitan_mixle.flavors import FLAVORS
+
+    FLAVORS.setdefault("shallow", replace(FLAVORS["debugmodel"], n_layer=2))
+    result = copy.deepcopy(base_config(config))
+    for key, value in overrides.items():
+        *path, name = key.split(".")
+        section = result
+        for part in path:
+            section = getattr(section, part)
+        old = getattr(section, name)
+        setattr(section, name, value.split(",") if isinstance(old, list) and isinstance(value, str) else value)
     return result
 
 
@@ -114,7 +133,7 @@ def steps_with_gradients(overrides: dict[str, Any], *, ignored: float = 0.0) -> 
     while trainer.should_continue_training():
         trainer.step += 1
         trainer.train_step(batches)
-        tied.append({key: value for key, value in whole_state(trainer).items() if key in ("tok.weight", "head.weight")})
+        tied.append(whole_state(trainer, only=("tok.weight", "head.weight")))
     trainer.close()
     lines = metrics_of(overrides)
     return {
@@ -130,11 +149,12 @@ def steps_with_gradients(overrides: dict[str, Any], *, ignored: float = 0.0) -> 
     }
 
 
-def whole_state(trainer: Any) -> dict[str, Tensor]:
-    """Full weights of this rank's stages, by their names in the bare model."""
+def whole_state(trainer: Any, only: Collection[str] = ()) -> dict[str, Tensor]:
+    """Full weights of this rank's stages, by their names in the bare model: all, or those that are named."""
     from torchtitan_mixle.model.init import plain_name
 
-    return {plain_name(n): full(p) for part in trainer.model_parts for n, p in part.state_dict().items()}
+    named = ((plain_name(n), p) for part in trainer.model_parts for n, p in part.state_dict().items())
+    return {name: full(p) for name, p in named if not only or name in only}
 
 
 def _watch(loader: Any, seen: list[list[int]], ignored: float) -> Any:

@@ -29,7 +29,7 @@ class RankPool:
 
     def __init__(self, size: int) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torchtitan.train", "torchtitan_mixle.spec"])
+        self._context.set_forkserver_preload(["tests.preload"])
         self._size = size
         self._runs = 0
         self._start()

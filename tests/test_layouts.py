@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.jobs import TINY, steps_with_gradients
+from tests.jobs import BRIEF, TINY, steps_with_gradients
 from tests.ranks import RankPool
 
 REPLICATE = "parallelism.data_parallel_replicate_degree"
@@ -71,6 +71,13 @@ def one_process(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> di
     return ranks.run(steps_with_gradients, 1, job | {"job.dump_folder": str(tmp_path_factory.mktemp("one"))})[0]
 
 
+@pytest.fixture(scope="module")
+def brief_process(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    _, job = sizes({})
+    job |= BRIEF | {"job.dump_folder": str(tmp_path_factory.mktemp("brief"))}
+    return ranks.run(steps_with_gradients, 1, job)[0]
+
+
 def test_the_reference_starts_at_ln_v(one_process: dict[str, Any]) -> None:
     assert one_process["loss"][0] == pytest.approx(torch.tensor(257.0).log().item(), abs=0.2)
     assert one_process["optimizer_parameters"] == 891_776
@@ -86,14 +93,14 @@ def test_layout(layout: str, one_process: dict[str, Any], ranks: RankPool, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_variant(layout: str, variant: str, one_process: dict[str, Any], ranks: RankPool, tmp_path: Path) -> None:
+def test_variant(layout: str, variant: str, brief_process: dict[str, Any], ranks: RankPool, tmp_path: Path) -> None:
     if variant == "loss parallel off" and TENSOR not in LAYOUTS[layout]:
         pytest.skip("there is no loss parallelism without tensor parallelism")
     if variant == "parameters stay gathered" and SHARD not in LAYOUTS[layout]:
         pytest.skip("nothing is gathered without FSDP")
     world_size, job = sizes(LAYOUTS[layout], accumulation=2)
-    job |= VARIANTS[variant] | {"job.dump_folder": str(tmp_path)}
-    compare(ranks.run(steps_with_gradients, world_size, job), one_process)
+    job |= BRIEF | VARIANTS[variant] | {"job.dump_folder": str(tmp_path)}
+    compare(ranks.run(steps_with_gradients, world_size, job), brief_process)
 
 
 def odd_shape(overrides: dict[str, Any], ignored: float) -> dict[str, Any]:
