@@ -99,8 +99,13 @@ def _serve(connection: Connection, rank: int) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    last_layout: object = None
     while (job := connection.recv()) is not None:
         function, args, world_size, store = job
+        layout = _layout(world_size, args)
+        if layout is None or layout != last_layout:
+            _forget_groups()
+        last_layout = layout
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
         try:
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
@@ -110,14 +115,20 @@ def _serve(connection: Connection, rank: int) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-            _forget_groups()
             gc.enable()  # TorchTitan's trainer switches it off
             gc.collect()
         connection.send(reply)
 
 
+def _layout(world_size: int, args: tuple[Any, ...]) -> object:
+    """What decides which process groups a case makes: equal for two cases if they make the same ones in one order."""
+    if not args or not isinstance(args[0], dict):
+        return None
+    return world_size, sorted((key, value) for key, value in args[0].items() if key.endswith("_degree"))
+
+
 def _forget_groups() -> None:
-    """Empty DTensor's caches: meshes of two cases can be equal, and the groups behind the earlier one are gone."""
+    """Empty DTensor's caches, which take seconds to fill: they know groups by names that stand for others now."""
     from torch.distributed.tensor import _redistribute
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 

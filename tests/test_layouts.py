@@ -24,6 +24,8 @@ LAYOUTS = {
     "fsdp2xtp2": {SHARD: 2, TENSOR: 2},
     "ddp2xtp2": {REPLICATE: 2, SHARD: 1, TENSOR: 2},
     "hsdp2xtp2": {REPLICATE: 2, SHARD: 2, TENSOR: 2},
+    # 257 rows over 2 and then 4: the ranks' shares are uneven twice.
+    "fsdp4xtp2": {SHARD: 4, TENSOR: 2},
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "accumulation 2": {},
@@ -92,7 +94,7 @@ def test_layout(layout: str, one_process: dict[str, Any], ranks: RankPool, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "fsdp4xtp2"])
 def test_variant(layout: str, variant: str, brief_process: dict[str, Any], ranks: RankPool, tmp_path: Path) -> None:
     if variant == "loss parallel off" and TENSOR not in LAYOUTS[layout]:
         pytest.skip("there is no loss parallelism without tensor parallelism")

@@ -50,6 +50,15 @@ def test_position_table() -> None:
         check_plan(SHAPE, plan(seq_len=0))
 
 
+def test_a_vocabulary_that_cannot_be_shared() -> None:
+    """65 rows over 2 are sharded by columns again, and 48 columns not over 5."""
+    odd = Flavor(vocab_size=65, d_model=48, n_layer=4, n_head=6, block=40)
+    check_plan(odd, plan(world_size=8, tensor_parallel_degree=2))
+    check_plan(SHAPE, plan(world_size=10, tensor_parallel_degree=2))
+    with pytest.raises(ConfigError, match=r"V=65 is no multiple of .*=2, .*=5 must divide d_model=48; .*vocab_size=66"):
+        check_plan(odd, plan(world_size=10, tensor_parallel_degree=2))
+
+
 @given(
     global_batch=st.integers(-1, 70),
     local_batch=st.integers(1, 9),
@@ -200,7 +209,7 @@ def test_text_that_looks_like_a_flag_is_not_one() -> None:
         ({"tensor_parallel_degree": -1}, r"tensor_parallel_degree=-1: must be a whole number of at least 1"),
         ({"tensor_parallel_degree": "2"}, r"tensor_parallel_degree='2': must be a whole number"),
         ({"pipeline_parallel_degree": 1.0}, r"pipeline_parallel_degree=1\.0: must be a whole number"),
-        ({"context_parallel_degree": 2}, r"context parallelism is not there yet"),
+        ({"context_parallel_degree": 3}, r"context_parallel_degree=3\) need a multiple of 3 ranks, and there are 4"),
     ],
 )
 def test_degrees(changes: dict[str, Any], message: str) -> None:

@@ -25,6 +25,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, {PIPELINE: 2} | STAGES),
     "pp2xtp2": (4, {PIPELINE: 2, TENSOR: 2} | STAGES),
     "ddp2xtp2": (4, {REPLICATE: 2, TENSOR: 2}),
+    "fsdp4xtp2": (8, {SHARD: 4, TENSOR: 2, "training.local_batch_size": 1, "training.global_batch_size": 8}),
 }
 EACH_WITH_EACH = ("1", "tp2", "tp4", "fsdp2xtp2", "pp2xtp2")
 PAIRS = list(permutations(EACH_WITH_EACH, 2))

@@ -5,9 +5,11 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
@@ -115,9 +117,19 @@ def apply_fsdp(model: CausalLM, parallel_dims: ParallelDims, job_config: JobConf
     reshard_blocks = reshard == "always" or (reshard == "default" and not parallel_dims.pp_enabled)
     for block in model.blocks.values():
         shard(block, reshard_after_forward=reshard_blocks)
-    shard(model, reshard_after_forward=reshard == "always")
+    shard(model, reshard_after_forward=reshard == "always", shard_placement_fn=_columns_if_rows_are_uneven)
     _sum_gradients(model)
     logger.info("Applied %s over %s ranks", "HSDP" if len(axes) == 2 else "FSDP", mesh.size())
+
+
+def _columns_if_rows_are_uneven(parameter: nn.Parameter) -> Shard | None:
+    """Which dimension of a parameter FSDP shards: the first (None), or the second where tp does not divide the first.
+
+    Where tensor-parallel ranks hold unequal numbers of rows and FSDP cuts these again, DTensor (torch 2.13) is wrong
+    about which rows the last ranks have: neither initial weights nor checkpoints would fit.
+    """
+    uneven = isinstance(parameter, DTensor) and parameter.shape[0] % parameter.device_mesh.size()
+    return Shard(1) if uneven and parameter.dim() == 2 else None
 
 
 def apply_ddp(model: CausalLM, parallel_dims: ParallelDims, job_config: JobConfig) -> None:

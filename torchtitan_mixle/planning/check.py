@@ -87,6 +87,7 @@ def check_plan(shape: ModelShape, plan: RunPlan) -> None:
     check_degrees(plan)
     check_heads(shape.n_head, plan.tensor_parallel_degree, key="parallelism.tensor_parallel_degree")
     _check_exchanged_heads(shape.n_head, plan)
+    _check_vocabulary(shape, plan)
     check_seq_len(shape, plan, plan.seq_len, key="training.seq_len")
     _check_batch(plan)
 
@@ -129,6 +130,18 @@ def _check_exchanged_heads(n_head: int, plan: RunPlan) -> None:
             f'[mixle] context_parallel_method="ulysses" shares n_head={n_head} heads between '
             f"parallelism.tensor_parallel_degree={tp} times context_parallel_degree={cp} ranks, which does not go; "
             f'use context_parallel_degree={_or(divisors(n_head // tp))}, or the method "ring" or "allgather"'
+        )
+
+
+def _check_vocabulary(shape: ModelShape, plan: RunPlan) -> None:
+    """A token matrix whose rows tp shares unevenly is sharded by columns over FSDP's ranks, and these evenly."""
+    tp, cp = plan.tensor_parallel_degree, plan.context_parallel_degree
+    fsdp = plan.data_parallel_degree // plan.data_parallel_replicate_degree * cp
+    if shape.vocab_size % tp and shape.d_model % fsdp:
+        raise ConfigError(
+            f"vocabulary size V={shape.vocab_size} is no multiple of parallelism.tensor_parallel_degree={tp}, and then "
+            f"data_parallel_shard_degree * context_parallel_degree={fsdp} must divide d_model={shape.d_model}; "
+            f"set [mixle] vocab_size={_multiples_near(shape.vocab_size, tp)[-1]}, or change the degrees"
         )
 
 
