@@ -58,9 +58,6 @@ def base_config(config: Path = DEBUG_CONFIG) -> Any:
 
 def job_config(overrides: dict[str, Any], config: Path = DEBUG_CONFIG) -> Any:
     """The config with overrides, as from the command line."""
-    from torchtitan_mixle.flavors import FLAVORS
-
-    FLAVORS.setdefault("shallow", replace(FLAVORS["debugmodel"], n_layer=2))
     result = copy.deepcopy(base_config(config))
     for key, value in overrides.items():
         *path, name = key.split(".")
@@ -76,6 +73,9 @@ def build_trainer(overrides: dict[str, Any]) -> Any:
     """A real TorchTitan trainer inside this rank's process group."""
     from torchtitan.train import Trainer
 
+    from torchtitan_mixle.flavors import FLAVORS
+
+    FLAVORS.setdefault("shallow", replace(FLAVORS["debugmodel"], n_layer=2))
     return Trainer(job_config(overrides))
 
 

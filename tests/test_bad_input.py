@@ -106,9 +106,9 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         },
         r"would make \[0, 4\] blocks a stage, and every stage needs one",
     ),
-    "context parallelism": (
-        {"parallelism.context_parallel_degree": 2},
-        r"parallelism\.context_parallel_degree=2: context parallelism is not there yet",
+    "a sequence that cannot be dealt out": (
+        {"parallelism.context_parallel_degree": 2, "training.seq_len": 30},
+        r"training\.seq_len=30 must be a multiple of 4 for context_parallel_degree=2, .*use 28 or 32",
     ),
 }
 

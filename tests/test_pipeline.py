@@ -93,6 +93,12 @@ SLOW_CASES: dict[str, tuple[int, dict[str, Any], int]] = {
     "accumulation 4": (2, {PIPELINE: 2, SCHEDULE: "GPipe"}, 4),
     "accumulation 2, fsdp2": (4, {PIPELINE: 2, SHARD: 2}, 2),
     "accumulation 2, tp2": (4, {PIPELINE: 2, TENSOR: 2}, 2),
+    "ddp2, tp2": (8, {PIPELINE: 2, REPLICATE: 2, SHARD: 1, TENSOR: 2}, 1),
+    "zero bubble, fsdp2, full recomputation": (
+        4,
+        {PIPELINE: 2, SHARD: 2, SCHEDULE: "ZBVZeroBubble", "activation_checkpoint.mode": "full"},
+        1,
+    ),
     "loss parallel off": (4, {PIPELINE: 2, TENSOR: 2, "parallelism.disable_loss_parallel": True}, 1),
     "full recomputation": (2, {PIPELINE: 2, "activation_checkpoint.mode": "full"}, 1),
     "compile": (2, {PIPELINE: 2, "compile.enable": True, "compile.backend": "aot_eager"}, 1),
