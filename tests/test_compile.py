@@ -93,7 +93,9 @@ def test_ranks_do_not_take_each_others_code_from_the_cache(ranks: RankPool, tmp_
         assert log == logs[CACHED_LAYOUTS.index(layout)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(x, marks=pytest.mark.slow if x == "fsdp2xtp2" else []) for x in LAYOUTS]
+)
 def test_recomputation_is_bitwise(layout: str, ranks: RankPool, tmp_path: Path) -> None:
     plain = run(ranks, layout, {}, tmp_path / "plain")
     for name, recompute in RECOMPUTATION.items():

@@ -159,6 +159,7 @@ def continued(overrides: dict[str, Any], steps: int) -> list[dict[str, Any]]:
     return metrics_of(overrides)
 
 
+@pytest.mark.slow
 def test_what_a_run_reports(ranks: RankPool, tmp_path: Path) -> None:
     """Tokens, losses and validation of one process; and it goes on in one process where two left off."""
     job = TINY | {"training.local_batch_size": 8, "training.steps": 2, "checkpoint.enable": True}
@@ -188,6 +189,7 @@ def test_what_a_run_reports(ranks: RankPool, tmp_path: Path) -> None:
             assert b["loss"] == pytest.approx(a["loss"], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_bfloat16(ranks: RankPool, tmp_path: Path) -> None:
     """FSDP casts the model to bfloat16, and the methods are no further off than its rounding."""
     job = TINY | BRIEF | {"training.mixed_precision_param": "bfloat16"}

@@ -74,7 +74,9 @@ def one_process(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> di
     return ranks.run(steps_with_gradients, 1, job | {"job.dump_folder": str(tmp_path_factory.mktemp("one"))})[0]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(x, marks=[] if x in ("pp2", "pp2xfsdp2") else pytest.mark.slow) for x in LAYOUTS]
+)
 def test_layout(layout: str, one_process: dict[str, Any], ranks: RankPool, tmp_path: Path) -> None:
     world_size, degrees = LAYOUTS[layout]
     job = sizes(degrees) | {SCHEDULE: "GPipe" if layout.startswith("pp4") else "1F1B"}
@@ -177,7 +179,9 @@ ODD: dict[str, tuple[int, dict[str, Any]]] = {
 N_LAYER = {"three stages a rank": 10}  # blocks of the odd model where it has not seven
 
 
-@pytest.mark.parametrize("layout", ODD)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(x, marks=[] if x in ("pp2", "pp3") else pytest.mark.slow) for x in ODD]
+)
 def test_odd_sizes(layout: str, ranks: RankPool, tmp_path: Path) -> None:
     world_size, overrides = ODD[layout]
     one = TINY | {"training.local_batch_size": 8, "job.dump_folder": str(tmp_path / "one")}
@@ -186,6 +190,7 @@ def test_odd_sizes(layout: str, ranks: RankPool, tmp_path: Path) -> None:
     compare(ranks.run(odd_shape, world_size, job, N_LAYER.get(layout, 7), 0.3), reference)
 
 
+@pytest.mark.slow
 def test_what_a_pipeline_run_reports(ranks: RankPool, tmp_path: Path) -> None:
     """The last stage's loss on rank 0, in the log and in the files; validation; the same keys as one process saves."""
     from torch.distributed.checkpoint import FileSystemReader

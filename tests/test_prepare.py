@@ -486,6 +486,7 @@ def interrupt_when(
     return process.returncode
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_nothing(tmp_path: Path, library_text: Path, bpe: JsonTokenizer) -> None:
     bpe.save(tmp_path)
     data = tmp_path / "data"

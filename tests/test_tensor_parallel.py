@@ -100,6 +100,7 @@ def dtypes(overrides: dict[str, Any]) -> dict[str, Any]:
         (4, {"parallelism.pipeline_parallel_degree": 2, TENSOR: 2}),
     ],
 )
+@pytest.mark.slow
 def test_every_layout_computes_in_the_dtype_that_was_asked_for(
     world_size: int, layout: dict[str, int], ranks: RankPool, tmp_path: Path
 ) -> None:

@@ -30,7 +30,7 @@ def test_continued_equals_unbroken(ranks: RankPool, tmp_path: Path) -> None:
         assert (b["tokens_seen"], b["lr"]) == (a["tokens_seen"], pytest.approx(a["lr"]))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_same_layout_continues_bitwise(world_size: int, ranks: RankPool, tmp_path: Path) -> None:
     job = TINY | {"checkpoint.enable": True, "checkpoint.interval": 3, "lr_scheduler.total_steps": 6}
     unbroken = ranks.run(train, world_size, job | {"training.steps": 6, "job.dump_folder": str(tmp_path / "one")})[0]
@@ -41,6 +41,7 @@ def test_same_layout_continues_bitwise(world_size: int, ranks: RankPool, tmp_pat
         assert [line[key] for line in continued] == [line[key] for line in unbroken]
 
 
+@pytest.mark.slow
 def test_tokens_seen_go_on_when_the_data_starts_anew(ranks: RankPool, tmp_path: Path) -> None:
     """The remedy for another sequence length: the position in the data is given up, the count is not."""
     job = TINY | {"checkpoint.enable": True, "training.steps": 4, "job.dump_folder": str(tmp_path)}
@@ -50,6 +51,7 @@ def test_tokens_seen_go_on_when_the_data_starts_anew(ranks: RankPool, tmp_path: 
     assert [line["tokens_seen"] for line in lines] == [256, 512, 768, 1024, 1024 + 512, 1024 + 1024]
 
 
+@pytest.mark.slow
 def test_checkpoint_keys_do_not_depend_on_the_layout(ranks: RankPool, tmp_path: Path) -> None:
     from torch.distributed.checkpoint import FileSystemReader
 
@@ -65,6 +67,7 @@ def test_checkpoint_keys_do_not_depend_on_the_layout(ranks: RankPool, tmp_path: 
     assert not any("optimizer" in key and "head.weight" in key for key in keys[0]), "one state for the tied matrix"
 
 
+@pytest.mark.slow
 def test_validation_loss_is_the_token_weighted_mean(ranks: RankPool, tmp_path: Path) -> None:
     """On 1 and 4 ranks, whatever the batches, over a data set whose last window is short."""
     job = TINY | {"training.steps": 1, "validation.enable": True, "validation.seq_len": 32, "optimizer.lr": 0.0}
@@ -110,6 +113,7 @@ def loss_by_hand(data: str) -> tuple[float, int]:
     return total / count, count
 
 
+@pytest.mark.slow
 def test_hugging_face_text(ranks: RankPool, tmp_path: Path) -> None:
     """A data set that TorchTitan knows, from local files, with a tokenizer.json."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
