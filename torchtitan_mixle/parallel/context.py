@@ -33,7 +33,6 @@ from torchtitan_mixle.parallel.blockwise import (
 )
 from torchtitan_mixle.planning.sequence import chunks_of_rank
 
-
 # The names of torch 2.13, and those before it.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
