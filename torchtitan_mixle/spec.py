@@ -73,7 +73,8 @@ class Run:
 
     The loader alone knows how many samples the whole run has consumed (TorchTitan's own count is kept per rank, and is
     wrong once a run goes on with another number of ranks). The pipeline knows the tied matrix, which the optimizer must
-    leave to one owner, and which ranks have a loss to report. The adapter learns from the job's config what it will load.
+    leave to one owner, and which ranks have a loss to report. The adapter learns what it will
+    load.
     """
 
     def __init__(self) -> None:

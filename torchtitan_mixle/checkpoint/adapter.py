@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ class GPT2Adapter(BaseStateDictAdapter):
             theirs = gpt2_name(name)
             if theirs is None or (name == "head.weight" and "tok.weight" in state_dict):
                 continue
-            result[prefix + theirs] = _changed(name, value, lambda v, name=name: gpt2_tensor(name, v, form))
+            result[prefix + theirs] = _changed(name, value, partial(gpt2_tensor, name, form=form))
         if self._source is None and self._save_folder is not None and dist.get_rank() == 0:
             self._write_config(next(iter(result.values())).dtype)
         return result
@@ -83,9 +84,7 @@ class GPT2Adapter(BaseStateDictAdapter):
             theirs = gpt2_name(name)
             if theirs is not None:
                 value = hf_state_dict[prefix + theirs]
-                result[name] = _laid_out(
-                    _changed(name, value, lambda v, name=name: tensor_of_gpt2(name, v, form)), ours
-                )
+                result[name] = _laid_out(_changed(name, value, partial(tensor_of_gpt2, name, form=form)), ours)
         self._seen = {}
         self._source = None  # what comes now is a save
         return result

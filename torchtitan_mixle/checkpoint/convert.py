@@ -7,6 +7,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -113,21 +114,18 @@ def export_gpt2(
 
     with whole(out, overwrite=overwrite, is_ours=is_gpt2_export) as folder:
         folder.mkdir()
-        files = _file_groups(names, weights, dtype)
-        progress = iter(track(names, "writing"))
-        for file, group in files.items():
-            tensors = {_gpt2_key(name): read(name) for name, _ in zip(group, progress, strict=False)}
-            save_file(tensors, folder / file, metadata={"format": "pt"})
-            del tensors
-        _write_index(folder, files, weights, dtype)
-        (folder / CONFIG).write_text(config_json(record, dtype or weights.dtypes["tok.weight"], eos_id), "utf-8")
+        where = _file_of(names, weights, dtype)
+        for file, group in groupby(track(names, "writing"), where.__getitem__):
+            save_file({_gpt2_key(name): read(name) for name in group}, folder / file, metadata={"format": "pt"})
+        _write_index(folder, where, weights, dtype)
+        config = folder / CONFIG
+        config.write_text(config_json(record, dtype or weights.dtypes["tok.weight"], eos_id), encoding="utf-8")
         if tokenizer is not None:
             shutil.copyfile(tokenizer, folder / tokenizer.name)
-        progress = iter(track(names, "checking"))
-        for file, group in files.items():
+        for file, group in groupby(track(names, "checking"), where.__getitem__):
+            shutil.copymode(config, folder / file)  # safetensors makes them for the owner alone
             with safe_open(folder / file, framework="pt") as opened:
-                _check_all(opened.keys(), map(_gpt2_key, group), out)
-                for name, _ in zip(group, progress, strict=False):
+                for name in group:
                     _check_written(same_bits(opened.get_tensor(_gpt2_key(name)), read(name)), name, out)
 
 
@@ -158,29 +156,30 @@ def _bytes(name: str, weights: Weights, dtype: torch.dtype | None) -> int:
     return torch.Size(weights.shapes[name]).numel() * (dtype or weights.dtypes[name]).itemsize
 
 
-def _file_groups(names: list[str], weights: Weights, dtype: torch.dtype | None) -> dict[str, list[str]]:
-    """File name -> the weights in it, in the model's order; one file for a model that fits into one."""
-    groups: list[list[str]] = [[]]
-    filled = 0
+def _file_of(names: list[str], weights: Weights, dtype: torch.dtype | None) -> dict[str, str]:
+    """Which file holds which weight, filled in the model's order; one file for a model that fits into one."""
+    numbers: dict[str, int] = {}
+    number, filled = 1, 0
     for name in names:
         size = _bytes(name, weights, dtype)
         if filled and filled + size > FILE_BYTES:
-            groups.append([])
-            filled = 0
-        groups[-1].append(name)
+            number, filled = number + 1, 0
+        numbers[name] = number
         filled += size
-    if len(groups) == 1:
-        return {f"model{SUFFIX}": groups[0]}
-    return {f"model-{i:05d}-of-{len(groups):05d}{SUFFIX}": group for i, group in enumerate(groups, start=1)}
+    if number == 1:
+        return dict.fromkeys(names, f"model{SUFFIX}")
+    return {name: f"model-{i:05d}-of-{number:05d}{SUFFIX}" for name, i in numbers.items()}
 
 
-def _write_index(folder: Path, files: dict[str, list[str]], weights: Weights, dtype: torch.dtype | None) -> None:
+def _write_index(folder: Path, where: dict[str, str], weights: Weights, dtype: torch.dtype | None) -> None:
     """Which tensor is where, for a model of several files."""
-    if len(files) == 1:
+    if len(set(where.values())) == 1:
         return
-    total = sum(_bytes(name, weights, dtype) for group in files.values() for name in group)
-    where = {_gpt2_key(name): file for file, group in files.items() for name in group}
-    index = {"metadata": {"total_size": total}, "weight_map": where}
+    total = sum(_bytes(name, weights, dtype) for name in where)
+    index = {
+        "metadata": {"total_size": total},
+        "weight_map": {_gpt2_key(name): file for name, file in where.items()},
+    }
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 

@@ -46,16 +46,16 @@ def whole(target: Path, *, overwrite: bool, is_ours: Callable[[Path], bool]) -> 
 def _replace(partial: Path, target: Path) -> None:
     """Give `partial` the target's name; a folder cannot replace one in one step, so the old one steps aside first."""
     if not (target.is_dir() and not target.is_symlink()) and not partial.is_dir():
-        os.replace(partial, target)
+        partial.replace(target)
         return
     aside = target.with_name(f".{target.name}.{os.getpid()}.replaced")
     if os.path.lexists(target):
-        os.rename(target, aside)
+        target.rename(aside)
     try:
-        os.rename(partial, target)
+        partial.rename(target)
     except OSError:
         if os.path.lexists(aside):
-            os.rename(aside, target)
+            aside.rename(target)
         raise
     _remove(aside)
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from torchtitan_mixle.checkpoint.record import ModelRecord
@@ -125,7 +126,8 @@ class Weights:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*torch.distributed is disabled", category=UserWarning)
                 dcp.load(dict(state_dict), storage_reader=self._reader, no_dist=True)
-        except Exception as error:  # torch raises what its zip reader, its unpickler and DCP think of
+        # torch raises what its zip reader and its unpickler think of; DCP's own exception is no Exception.
+        except (Exception, CheckpointException) as error:
             names = ", ".join(list(state_dict)[:3])
             raise ConfigError(
                 f"{names} cannot be read from {self.folder} ({_first_line(error)}); the checkpoint is damaged, use "

@@ -4,7 +4,6 @@ A run writes it into its dump folder as `mixle_model.json`, an import into the c
 """
 
 import json
-import os
 import reprlib
 import tomllib
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -79,7 +78,7 @@ class ModelRecord:
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f".{FILE}.partial"
         partial.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-        os.replace(partial, folder / FILE)
+        partial.replace(folder / FILE)
 
 
 def find_record(checkpoint: Path) -> ModelRecord | None:

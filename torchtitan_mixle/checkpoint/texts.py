@@ -67,9 +67,7 @@ def open_data(record: ModelRecord, dataset: str | None, path: str | None, split:
             raise ConfigError('--dataset "tokens" needs --dataset-path')
         source = TokenStore.open(path)
     else:
-        raise ConfigError(
-            f"--dataset {dataset!r}: use {PYTHON_STDLIB} or {TOKENS}, for which the loss is over all data"
-        )
+        raise ConfigError(f"--dataset {dataset!r}: use {PYTHON_STDLIB} or {TOKENS}, which have an end")
     trained_with = record.data.tokenizer
     if trained_with not in (None, source.tokenizer):
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Text from a model, token by token, with the keys and values of earlier tokens kept."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -73,7 +73,8 @@ def generate(
     block, device = model.model_args.block, model.tok.weight.device
     ids = list(prompt)
     model.eval()
-    with _cached(model) if cache else nullcontext([]) as caches:
+    caching: AbstractContextManager[list[KeyValueCache]] = _cached(model) if cache else nullcontext([])
+    with caching as caches:
         for _ in range(n):
             if len(ids) > block:
                 for kept in caches:
