@@ -3,7 +3,10 @@
 import json
 import os
 import pickle
+import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -415,6 +418,59 @@ def test_a_bad_write_is_noticed(
     said = refusal(capsys, "export", mixle[2], "--to", to, "--out", tmp_path / "out")
     assert "is not what was written" in said
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["import", "mixle", "gpt2"])
+def test_disk_full(kind: str, mixle: tuple[LM, Path, Path], tmp_path: Path, capsys: Capture) -> None:
+    """A file that may not grow as far as it must: one line, nothing left, and what was there still is."""
+    _, file, imported = mixle
+    words = ("import", file) if kind == "import" else ("export", imported, "--to", kind)
+    command(*words, "--out", tmp_path / "out")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
+    try:
+        said = refusal(capsys, *words, "--out", tmp_path / "out", "--overwrite")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert f"cannot write {tmp_path / 'out'}" in said
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+MEASURE = """
+import resource, sys
+from pathlib import Path
+from torchtitan_mixle.cli.main import main
+
+def peak(*words):
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    assert main(list(words)) == 0
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+for name in ("small", "large"):
+    print(
+        peak("import", f"{name}.pt", "--out", f"{name}-imported"),
+        peak("export", f"{name}-imported", "--to", "mixle", "--out", f"{name}-out.pt"),
+        peak("export", f"{name}-imported", "--to", "gpt2", "--out", f"{name}-gpt2"),
+        peak("import", f"{name}-gpt2", "--out", f"{name}-again"),
+    )
+"""
+
+
+@pytest.mark.slow
+def test_memory_holds_the_model_once(tmp_path: Path) -> None:
+    """Peak resident memory over that of a small model, mapped files included, in models of 256 MB."""
+    LM(10, d_model=8, n_layer=1, n_head=1, block=8).save(str(tmp_path / "small.pt"))
+    large = LM(50257, d_model=512, n_layer=12, n_head=8, block=128)
+    size = sum(p.numel() * 4 for p in large.module.parameters())
+    large.save(str(tmp_path / "large.pt"))
+    words = [sys.executable, "-c", MEASURE]
+    run = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=300)
+    small, big = ([int(n) for n in line.split()] for line in run.stdout.splitlines() if line[0].isdigit())
+    copies = [(b - s) / size for s, b in zip(small, big, strict=True)]
+    print("copies in memory:", copies)
+    assert all(0.5 < n < 1.6 for n in copies), copies
 
 
 def test_no_room(mixle: tuple[LM, Path, Path], capsys: Capture) -> None:

@@ -1,6 +1,7 @@
 """Runs of several layouts between mixle and GPT-2: what they load, what they train on from, what they leave."""
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mixle.models.language_model import LM
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GPT2LMHeadModel
 
-from tests.jobs import TINY, build_trainer, metrics_of, read_lines, whole_state
+from tests.jobs import TINY, build_trainer, job_config, metrics_of, read_lines, whole_state
 from tests.ranks import RankPool
+from torchtitan_mixle.checkpoint.adapter import check_start
 from torchtitan_mixle.checkpoint.load import load_model, open_checkpoint
 from torchtitan_mixle.cli.main import main
+from torchtitan_mixle.errors import ConfigError
 from torchtitan_mixle.flavors import FLAVORS
-from torchtitan_mixle.model.args import CausalLMArgs
+from torchtitan_mixle.model.args import CausalLMArgs, args_of
 from torchtitan_mixle.model.model import CausalLM
 from torchtitan_mixle.model.weights import from_mixle
 
@@ -29,18 +32,19 @@ STAGES = {PIPELINE: 2, "training.local_batch_size": 4, "training.global_batch_si
 DEBUG = FLAVORS["debugmodel"]
 MULTIPLIER = 0.37
 
-# Layout -> (ranks, degrees, whether it starts from GPT-2's safetensors instead of an imported checkpoint).
-LAYOUTS: dict[str, tuple[int, dict[str, Any], bool]] = {
-    "1": (1, {}, False),
-    "tp2": (2, {TENSOR: 2}, True),
-    "pp2": (2, STAGES, True),
-    "cp2": (2, {CONTEXT: 2}, False),
-    "fsdp2xtp2": (4, {SHARD: 2, TENSOR: 2}, True),
-    "hsdp2x2": (4, {SHARD: 2, REPLICATE: 2}, True),
-    "pp2xfsdp2": (4, STAGES | {SHARD: 2}, True),
-    "tp2xpp2": (4, STAGES | {TENSOR: 2}, False),
-    "pp2, V-shaped": (2, STAGES | {SCHEDULE: "ZBVZeroBubble"}, True),
+# Layout -> (ranks, degrees, what it starts from: an import, or safetensors under GPT-2's new or old names).
+LAYOUTS: dict[str, tuple[int, dict[str, Any], str]] = {
+    "1": (1, {}, "imported"),
+    "tp2": (2, {TENSOR: 2}, "gpt2"),
+    "pp2": (2, STAGES, "imported"),
+    "cp2": (2, {CONTEXT: 2}, "gpt2"),
+    "fsdp2xtp2": (4, {SHARD: 2, TENSOR: 2}, "gpt2"),
+    "hsdp2x2": (4, {SHARD: 2, REPLICATE: 2}, "old gpt2"),
+    "pp2xfsdp2": (4, STAGES | {SHARD: 2}, "gpt2"),
+    "tp2xpp2": (4, STAGES | {TENSOR: 2}, "imported"),
+    "pp2, V-shaped": (2, STAGES | {SCHEDULE: "ZBVZeroBubble"}, "gpt2"),
 }
+FROM_GPT2 = {name for name, (*_, start) in LAYOUTS.items() if "gpt2" in start}
 
 
 def run(overrides: dict[str, Any]) -> dict[str, Any]:
@@ -72,7 +76,7 @@ def run(overrides: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> tuple[LM, Path]:
-    """A mixle model of the debug size, and a folder with it as lm.pt, imported/ (DCP) and gpt2/ (safetensors)."""
+    """A mixle model of the debug size, and a folder with it in every form that a run can start from."""
     folder = tmp_path_factory.mktemp("start")
     torch.manual_seed(0)
     lm = LM(DEBUG.vocab_size, d_model=DEBUG.d_model, n_layer=DEBUG.n_layer, n_head=DEBUG.n_head, block=DEBUG.block)
@@ -83,6 +87,10 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> tuple[LM, Path]:
     lm.save(str(folder / "lm.pt"))
     command("import", folder / "lm.pt", "--out", folder / "imported")
     command("export", folder / "imported", "--to", "gpt2", "--out", folder / "gpt2")
+    old = shutil.copytree(folder / "gpt2", folder / "old gpt2")
+    tensors = load_file(old / "model.safetensors")
+    tensors = {key.removeprefix("transformer."): value for key, value in tensors.items()}
+    save_file(tensors | {"h.0.attn.bias": torch.ones(1, 1, 512, 512).tril()}, old / "model.safetensors")
     return lm, folder
 
 
@@ -100,14 +108,14 @@ def runs(
 ) -> dict[str, tuple[Path, list[dict[str, Any]]]]:
     """Layout -> (dump folder, what each rank returned)."""
     results = {}
-    for name, (world_size, degrees, from_gpt2) in LAYOUTS.items():
+    for name, (world_size, degrees, source) in LAYOUTS.items():
         folder = tmp_path_factory.mktemp("run")
         job = TINY | {
             "training.steps": 2,
             "checkpoint.enable": True,
             "checkpoint.interval": 10,
-            "checkpoint.initial_load_path": str(start[1] / ("gpt2" if from_gpt2 else "imported")),
-            "checkpoint.initial_load_in_hf": from_gpt2,
+            "checkpoint.initial_load_path": str(start[1] / source),
+            "checkpoint.initial_load_in_hf": name in FROM_GPT2,
             "checkpoint.last_save_in_hf": True,
             "checkpoint.last_save_model_only": True,
             "mixle.mup_output_multiplier": MULTIPLIER,
@@ -148,7 +156,7 @@ def test_a_run_goes_on_from_a_mixle_model(name: str, runs: dict[str, Any], start
     loaded = together(results, "loaded")
     assert loaded.keys() == expected.keys()
     for key, value in expected.items():
-        if LAYOUTS[name][2] and key in ("ln.weight", "ln.bias"):  # the factor went into these, and out of them again
+        if name in FROM_GPT2 and key in ("ln.weight", "ln.bias"):  # the factor went into these, and out of them again
             torch.testing.assert_close(loaded[key], value, atol=1e-7, rtol=1e-6)
         else:
             assert torch.equal(loaded[key], value), key
@@ -164,7 +172,7 @@ def test_a_run_goes_on_from_a_mixle_model(name: str, runs: dict[str, Any], start
 @pytest.mark.slow
 def test_same_weights_export_to_the_same_bytes(runs: dict[str, Any], tmp_path: Path) -> None:
     for i, (name, (folder, _)) in enumerate(runs.items()):
-        if LAYOUTS[name][2]:
+        if name in FROM_GPT2:
             continue  # their final norm went through a multiplication and a division
         step = folder / "checkpoint" / "step-0"
         command("export", step, "--to", "mixle", "--out", tmp_path / f"{i}.pt")
@@ -228,3 +236,34 @@ def test_the_tools_find_what_the_run_was(runs: dict[str, Any], capsys: pytest.Ca
             assert torch.equal(model.state_dict()[key], value), key
         command("generate", step, "--prompt", "def ", "--n", "20")
         assert capsys.readouterr().out.startswith("def ")
+
+
+def check(overrides: dict[str, Any]) -> str:
+    """What the start-up says of the weights that a job would start from."""
+    job = job_config(TINY | {"checkpoint.enable": True} | overrides)
+    try:
+        return f"started from {check_start(job, args_of(job))[1]}"
+    except ConfigError as error:
+        return str(error)
+
+
+def test_weights_of_another_model_are_refused(start: tuple[LM, Path], tmp_path: Path) -> None:
+    """On every rank alike, from the files alone; a run that has checkpoints of its own is let alone."""
+    folder = {"job.dump_folder": str(tmp_path), "checkpoint.initial_load_path": str(start[1] / "gpt2")}
+    in_hf = folder | {"checkpoint.initial_load_in_hf": True}
+    ours = folder | {"checkpoint.initial_load_path": str(start[1] / "imported")}
+    assert check(in_hf) == check(ours) == "started from gelu"
+    vocabulary = {"mixle.vocab_size": 300}
+    assert "has vocab_size=257, and the model of this config vocab_size=300; set [mixle] vocab_size=257" in check(
+        in_hf | vocabulary
+    )
+    assert "has tok.weight (257, 128) instead of (300, 128)" in check(ours | vocabulary)
+    assert "is of a model with mup_attention=False" in check(ours | {"mixle.mup_attention": True})
+    assert "holds safetensors, not a checkpoint" in check(folder)
+    step = tmp_path / "checkpoint" / "step-7"
+    step.mkdir(parents=True)
+    assert check(ours | vocabulary) == "started from gelu"
+    (step / "model.safetensors.index.json").write_text("{}")
+    assert "step-7 holds Hugging Face files (checkpoint.last_save_in_hf), from which a run cannot go on" in check(
+        {"job.dump_folder": str(tmp_path)}
+    )

@@ -14,9 +14,9 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torchtitan.protocols import BaseStateDictAdapter
 
-from torchtitan_mixle.checkpoint.gpt2 import CONFIG, GPT2Folder, config_json, warn_of_activation
-from torchtitan_mixle.checkpoint.reader import Weights
-from torchtitan_mixle.checkpoint.record import ModelRecord, find_record
+from torchtitan_mixle.checkpoint.gpt2 import CONFIG, INDEX, GPT2Folder, config_json, warn_of_activation
+from torchtitan_mixle.checkpoint.reader import METADATA, Weights
+from torchtitan_mixle.checkpoint.record import FILE, ModelRecord, find_record, read_record
 from torchtitan_mixle.errors import ConfigError
 from torchtitan_mixle.model.args import CausalLMArgs
 from torchtitan_mixle.model.weights import (
@@ -153,8 +153,11 @@ def check_start(job_config: Any, args: CausalLMArgs) -> tuple[GPT2Folder | None,
     its own goes on from those, as TorchTitan has it, and nothing is looked at.
     """
     checkpoint, record = job_config.checkpoint, ModelRecord.of(args, origin="this config")
-    started = (Path(job_config.job.dump_folder) / checkpoint.folder).exists()
-    if not checkpoint.enable or started:
+    dump_folder = Path(job_config.job.dump_folder)
+    if (dump_folder / checkpoint.folder).exists():
+        _check_newest(dump_folder / checkpoint.folder, checkpoint)
+        return None, _recorded_activation(dump_folder)
+    if not checkpoint.enable:
         return None, "gelu"
     if checkpoint.initial_load_in_hf:
         folder = checkpoint.initial_load_path or job_config.model.hf_assets_path
@@ -176,3 +179,30 @@ def check_start(job_config: Any, args: CausalLMArgs) -> tuple[GPT2Folder | None,
                 f"this model has {name}={here}"
             )
     return None, theirs.activation
+
+
+def _check_newest(folder: Path, checkpoint: Any) -> None:
+    """Raise ConfigError if the run would go on from the Hugging Face files that an earlier start ended in."""
+    steps = {int(step.name[5:]): step for step in folder.glob("step-*") if step.name[5:].isdecimal()}
+    whole = {n: (step / METADATA).is_file() for n, step in steps.items() if _is_saved(step)}
+    newest = max(whole, default=-1) if checkpoint.load_step == -1 else checkpoint.load_step
+    if checkpoint.enable and whole.get(newest) is False:
+        others = max((n for n, continues in whole.items() if continues), default=None)
+        go_on = f"set checkpoint.load_step={others} to go on from there, or " if others is not None else ""
+        raise ConfigError(
+            f"{steps[newest]} holds Hugging Face files (checkpoint.last_save_in_hf), from which a run cannot go on; "
+            f"{go_on}start a new run from them with another job.dump_folder, checkpoint.initial_load_in_hf=true and "
+            f"checkpoint.initial_load_path={str(steps[newest])!r}"
+        )
+
+
+def _is_saved(step: Path) -> bool:
+    return any((step / name).is_file() for name in (METADATA, INDEX))
+
+
+def _recorded_activation(dump_folder: Path) -> str:
+    """What the earlier start of this run has noted; a damaged note is no reason not to go on."""
+    try:
+        return read_record(dump_folder / FILE).activation
+    except ConfigError:
+        return "gelu"

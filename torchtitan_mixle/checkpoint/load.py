@@ -52,6 +52,7 @@ def load_model(weights: Weights, record: ModelRecord, *, device: str | None, dty
         model = CausalLM(args)
     model.to(DTYPES[dtype]).to_empty(device=target)
     model.tie_weights()
+    model.mup_output_multiplier = torch.ones((), device=target)  # one number, which stays exact
     state = model.state_dict()
     del state["head.weight"]
     weights.read_into(state)

@@ -6,6 +6,10 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
+
+from torchtitan_mixle.checkpoint.reader import first_line
 from torchtitan_mixle.errors import ConfigError
 
 
@@ -41,6 +45,8 @@ def whole(target: Path, *, overwrite: bool, is_ours: Callable[[Path], bool]) -> 
             _remove(partial)
     except OSError as error:
         raise ConfigError(f"cannot write {target}: {error.strerror or error}") from error
+    except (RuntimeError, SafetensorError, CheckpointException) as error:  # what a full disk is to torch and the others
+        raise ConfigError(f"cannot write {target}: {first_line(error)}") from error
 
 
 def _replace(partial: Path, target: Path) -> None:

@@ -92,7 +92,7 @@ class Weights:
         try:
             reader = _Reader(folder)
         except Exception as error:  # a damaged pickle can raise anything
-            raise ConfigError(f"{folder / METADATA} cannot be read ({_first_line(error)}); use another step") from None
+            raise ConfigError(f"{folder / METADATA} cannot be read ({first_line(error)}); use another step") from None
         _check_files(folder, reader.metadata)
         return cls(folder, reader)
 
@@ -130,7 +130,7 @@ class Weights:
         except (Exception, CheckpointException) as error:
             names = ", ".join(list(state_dict)[:3])
             raise ConfigError(
-                f"{names} cannot be read from {self.folder} ({_first_line(error)}); the checkpoint is damaged, use "
+                f"{names} cannot be read from {self.folder} ({first_line(error)}); the checkpoint is damaged, use "
                 f"another step"
             ) from None
 
@@ -161,7 +161,7 @@ def _require_checkpoint(folder: Path) -> None:
         raise ConfigError(
             f"{folder} holds safetensors, not a checkpoint; make one of it with `torchtitan-mixle import {folder}`"
         )
-    steps = sorted(step.parent for step in folder.glob(f"**/step-*/{METADATA}"))
+    steps = [file.parent for above in ("", "*/") for file in folder.glob(f"{above}step-*/{METADATA}")]
     newest = max(steps, key=lambda step: (_step_number(step), str(step)), default=None)
     hint = f"did you mean {newest}?" if newest else "give the step-N folder of a run"
     raise ConfigError(f"{folder} has no {METADATA}, so it is not a (finished) checkpoint; {hint}")
@@ -187,7 +187,7 @@ def _check_files(folder: Path, metadata: Metadata) -> None:
             raise ConfigError(f"{file} {state}: the checkpoint is damaged; use another step")
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """What an exception says, or the first that DCP's exception over all ranks says."""
     failures = getattr(error, "failures", None)
     if failures:

@@ -29,7 +29,7 @@ _LM_KEYS = {"vocab": "vocab_size", "d_model": "d_model", "n_layer": "n_layer", "
 
 @dataclass(frozen=True)
 class Source:
-    """A model to import: `read(name)` gives each weight of `weight_shapes(record)` in our form."""
+    """A model to import: `read(name)` gives each of our weights once (head.weight is tok.weight), and forgets it."""
 
     record: ModelRecord
     read: Callable[[str], Tensor]
@@ -77,9 +77,11 @@ def _mixle(path: Path, n_head: int | None, mup_attention: bool) -> Source:
         record, state = _bare_record(payload, path, n_head), payload
     record = replace(record, mup_attention=record.mup_attention or mup_attention)
     _check_state(state, record, path)
+    left = dict(state)
+    del left["head.weight"]
 
     def read(name: str) -> Tensor:
-        return tensor_of_mixle(name, state[mixle_name(name)], record.n_head)
+        return tensor_of_mixle(name, left.pop(mixle_name(name)), record.n_head)
 
     return Source(record, read, "mixle")
 
