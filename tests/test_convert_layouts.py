@@ -16,7 +16,7 @@ from transformers import GPT2LMHeadModel
 
 from tests.jobs import TINY, build_trainer, job_config, metrics_of, read_lines, whole_state
 from tests.ranks import RankPool
-from torchtitan_mixle.checkpoint.adapter import check_start
+from torchtitan_mixle.checkpoint.adapter import GPT2Adapter, check_start
 from torchtitan_mixle.checkpoint.load import load_model, open_checkpoint
 from torchtitan_mixle.cli.main import main
 from torchtitan_mixle.errors import ConfigError
@@ -47,9 +47,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], str]] = {
 FROM_GPT2 = {name for name, (*_, start) in LAYOUTS.items() if "gpt2" in start}
 
 
-def run(overrides: dict[str, Any]) -> dict[str, Any]:
+IN_SEVERAL_FILES = {"pp2xfsdp2", "tp2xpp2"}
+
+
+def run(overrides: dict[str, Any], file_bytes: int) -> dict[str, Any]:
     """Load, save that as step 0, take a step on noted samples, validate, save the weights for transformers."""
     trainer = build_trainer(overrides)
+    adapter = trainer.checkpointer.sd_adapter
+    adapter.fqn_to_index_mapping = GPT2Adapter(trainer.model_args, None, file_bytes=file_bytes).fqn_to_index_mapping
     assert trainer.checkpointer.load()
     loaded = whole_state(trainer)
     trainer.checkpointer.save(0)  # a multiple of the interval: in DCP's form, with all states
@@ -126,7 +131,10 @@ def runs(
             "validation.steps": -1,
             "job.dump_folder": str(folder),
         }
-        results[name] = (folder, ranks.run(run, world_size, job | degrees))
+        results[name] = (
+            folder,
+            ranks.run(run, world_size, job | degrees, 10**6 if name in IN_SEVERAL_FILES else 10**9),
+        )
     return results
 
 
@@ -202,7 +210,9 @@ def test_trained_weights_reach_mixle_and_transformers(name: str, runs: dict[str,
             model = GPT2LMHeadModel.from_pretrained(place).eval()
             torch.testing.assert_close(model(tokens).logits, expected, atol=1e-5, rtol=1e-5)
     exported = load_file(tmp_path / "gpt2" / "model.safetensors")
-    saved = load_file(folder / "checkpoint" / "step-2" / "model-00001-of-00001.safetensors")
+    files = sorted((folder / "checkpoint" / "step-2").glob("*.safetensors"))
+    assert (len(files) > 1) == (name in IN_SEVERAL_FILES)
+    saved = {key: value for file in files for key, value in load_file(file).items()}
     assert saved.keys() == exported.keys()
     for key, value in exported.items():
         assert torch.equal(saved[key], value), key

@@ -14,7 +14,15 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torchtitan.protocols import BaseStateDictAdapter
 
-from torchtitan_mixle.checkpoint.gpt2 import CONFIG, INDEX, GPT2Folder, config_json, warn_of_activation
+from torchtitan_mixle.checkpoint.gpt2 import (
+    CONFIG,
+    FILE_BYTES,
+    INDEX,
+    GPT2Folder,
+    config_json,
+    file_numbers,
+    warn_of_activation,
+)
 from torchtitan_mixle.checkpoint.reader import METADATA, Weights
 from torchtitan_mixle.checkpoint.record import FILE, ModelRecord, find_record, read_record
 from torchtitan_mixle.errors import ConfigError
@@ -32,9 +40,6 @@ from torchtitan_mixle.model.weights import (
 
 logger = logging.getLogger(__name__)
 
-FILE_BYTES = 5 * 2**30
-"""Size that one safetensors file is filled up to."""
-
 
 class GPT2Adapter(BaseStateDictAdapter):
     """This rank's weights as GPT-2's and back. Every rank that shares the weights must call it.
@@ -50,11 +55,16 @@ class GPT2Adapter(BaseStateDictAdapter):
         source: GPT2Folder | None = None,
         save_folder: Callable[[], Path] | None = None,
         eos_id: int | None = None,
+        file_bytes: int = FILE_BYTES,
     ) -> None:
-        """`source`: what the first call will load; `save_folder()`: where the config.json of a save belongs."""
+        """`source`: what the first call will load; `save_folder()`: where the config.json of a save belongs.
+
+        A save fills files up to `file_bytes` of float32.
+        """
         self.model_args = model_args
         self.hf_assets_path = hf_assets_path
-        self.fqn_to_index_mapping = _file_numbers(model_args)
+        sizes = {GPT2_PREFIX + name: 4 * math.prod(shape) for name, shape in gpt2_shapes(model_args).items()}
+        self.fqn_to_index_mapping = file_numbers(sizes, file_bytes)
         self._source = source
         self._save_folder = save_folder
         self._eos_id = eos_id
@@ -131,19 +141,6 @@ def _laid_out(value: Tensor, like: Tensor) -> Tensor:
     if not isinstance(value, DTensor) or not isinstance(like, DTensor) or value.placements == like.placements:
         return value
     return distribute_tensor(value.full_tensor(), like.device_mesh, like.placements, src_data_rank=None)
-
-
-def _file_numbers(args: CausalLMArgs) -> dict[str, int]:
-    """Which file of a save holds which tensor, from 1; filled in the model's order, float32 assumed."""
-    numbers: dict[str, int] = {}
-    number, filled = 1, 0
-    for name, shape in gpt2_shapes(args).items():
-        size = 4 * math.prod(shape)
-        if filled and filled + size > FILE_BYTES:
-            number, filled = number + 1, 0
-        numbers[GPT2_PREFIX + name] = number
-        filled += size
-    return numbers
 
 
 def check_start(job_config: Any, args: CausalLMArgs) -> tuple[GPT2Folder | None, str]:

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from torchtitan_mixle.checkpoint.gpt2 import CONFIG, INDEX, SUFFIX, config_json
+from torchtitan_mixle.checkpoint.gpt2 import CONFIG, FILE_BYTES, INDEX, SUFFIX, config_json, file_numbers
 from torchtitan_mixle.checkpoint.output import whole
 from torchtitan_mixle.checkpoint.reader import METADATA, Weights, same_bits
 from torchtitan_mixle.checkpoint.record import FILE, ModelRecord
@@ -36,9 +36,6 @@ from torchtitan_mixle.model.weights import (
 
 Track = Callable[[Iterable[str], str], Iterable[str]]
 """track(names, what is done with each): the names again, with progress shown."""
-
-FILE_BYTES = 5 * 2**30
-"""Size that one safetensors file is filled up to, and so what an export to GPT-2 holds in memory."""
 
 _CHECKPOINT_FILES = re.compile(rf"{re.escape(METADATA)}|{re.escape(FILE)}|__\d+_\d+\.distcp")
 _GPT2_FILES = re.compile(rf"{re.escape(CONFIG)}|{re.escape(INDEX)}|tokenizer\.json|model[-\w]*\{SUFFIX}")
@@ -158,17 +155,11 @@ def _bytes(name: str, weights: Weights, dtype: torch.dtype | None) -> int:
 
 def _file_of(names: list[str], weights: Weights, dtype: torch.dtype | None) -> dict[str, str]:
     """Which file holds which weight, filled in the model's order; one file for a model that fits into one."""
-    numbers: dict[str, int] = {}
-    number, filled = 1, 0
-    for name in names:
-        size = _bytes(name, weights, dtype)
-        if filled and filled + size > FILE_BYTES:
-            number, filled = number + 1, 0
-        numbers[name] = number
-        filled += size
-    if number == 1:
+    numbers = file_numbers({name: _bytes(name, weights, dtype) for name in names}, FILE_BYTES)
+    count = max(numbers.values())
+    if count == 1:
         return dict.fromkeys(names, f"model{SUFFIX}")
-    return {name: f"model-{i:05d}-of-{number:05d}{SUFFIX}" for name, i in numbers.items()}
+    return {name: f"model-{i:05d}-of-{count:05d}{SUFFIX}" for name, i in numbers.items()}
 
 
 def _write_index(folder: Path, where: dict[str, str], weights: Weights, dtype: torch.dtype | None) -> None:

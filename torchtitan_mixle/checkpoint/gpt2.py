@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
 HEAD = "lm_head.weight"
+FILE_BYTES = 5 * 2**30
+"""Size that one safetensors file is filled up to, and so what an export holds in memory."""
 EXACT_GELU = ("gelu", "gelu_python")
 TANH_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_accurate", "gelu_python_tanh")
 _MASKS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
@@ -80,6 +83,18 @@ class GPT2Folder:
             raise ConfigError(
                 f"{self.folder}: {HEAD} is not {self.prefix}wte.weight, but this model's head is tied to its embedding"
             )
+
+
+def file_numbers(sizes: Mapping[str, int], file_bytes: int) -> dict[str, int]:
+    """Which file, from 1, each tensor of so many bytes goes to: each is filled up, in order, to `file_bytes`."""
+    numbers: dict[str, int] = {}
+    number, filled = 1, 0
+    for name, size in sizes.items():
+        if filled and filled + size > file_bytes:
+            number, filled = number + 1, 0
+        numbers[name] = number
+        filled += size
+    return numbers
 
 
 def warn_of_activation(activation: str) -> str | None:
