@@ -354,7 +354,8 @@ def test_damaged_checkpoint(name: str, mixle: tuple[LM, Path, Path], tmp_path: P
     for words_of_command in (("mixle", "out.pt"), ("gpt2", "out")):
         to, out = words_of_command
         assert words in refusal(capsys, "export", folder, "--to", to, "--out", tmp_path / out)
-    assert words in refusal(capsys, "generate", folder, "--prompt", "x", "--tokenizer", "bytes")
+    if name != "bytes changed":  # the tokenizer is refused before these are read
+        assert words in refusal(capsys, "generate", folder, "--prompt", "x", "--tokenizer", "bytes")
     assert [file.name for file in tmp_path.iterdir()] == ["step-1"]
 
 
@@ -438,15 +439,27 @@ def test_disk_full(kind: str, mixle: tuple[LM, Path, Path], tmp_path: Path, caps
 
 
 MEASURE = """
-import resource, sys
+import sys, threading, time
 from pathlib import Path
 from torchtitan_mixle.cli.main import main
 
+status = Path("/proc/self/status")
+
+def anonymous():
+    line = next(line for line in status.read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
 def peak(*words):
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    seen, ended = [anonymous()], threading.Event()
+    def watch():
+        while not ended.wait(0.002):
+            seen.append(anonymous())
+    watcher = threading.Thread(target=watch)
+    watcher.start()
     assert main(list(words)) == 0
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    ended.set()
+    watcher.join()
+    return max(seen)
 
 for name in ("small", "large"):
     print(
@@ -460,17 +473,19 @@ for name in ("small", "large"):
 
 @pytest.mark.slow
 def test_memory_holds_the_model_once(tmp_path: Path) -> None:
-    """Peak resident memory over that of a small model, mapped files included, in models of 256 MB."""
+    """Peak memory (without mapped files, which the system can drop) over that of a small model."""
     LM(10, d_model=8, n_layer=1, n_head=1, block=8).save(str(tmp_path / "small.pt"))
-    large = LM(50257, d_model=512, n_layer=12, n_head=8, block=128)
+    large = LM(4000, d_model=512, n_layer=20, n_head=8, block=128)
     size = sum(p.numel() * 4 for p in large.module.parameters())
+    assert size > 250e6
     large.save(str(tmp_path / "large.pt"))
     words = [sys.executable, "-c", MEASURE]
     run = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=300)
     small, big = ([int(n) for n in line.split()] for line in run.stdout.splitlines() if line[0].isdigit())
     copies = [(b - s) / size for s, b in zip(small, big, strict=True)]
     print("copies in memory:", copies)
-    assert all(0.5 < n < 1.6 for n in copies), copies
+    assert max(copies) < 1.25, copies
+    assert min(copies[1:]) > 0.9, copies  # the measurement measures: these do hold the model (the first maps its file)
 
 
 def test_no_room(mixle: tuple[LM, Path, Path], capsys: Capture) -> None:

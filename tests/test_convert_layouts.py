@@ -29,20 +29,26 @@ SHARD, REPLICATE = "parallelism.data_parallel_shard_degree", "parallelism.data_p
 TENSOR, PIPELINE = "parallelism.tensor_parallel_degree", "parallelism.pipeline_parallel_degree"
 CONTEXT, SCHEDULE = "parallelism.context_parallel_degree", "parallelism.pipeline_parallel_schedule"
 STAGES = {PIPELINE: 2, "training.local_batch_size": 4, "training.global_batch_size": 8}
+V_SHAPED = {
+    SCHEDULE: "ZBVZeroBubble",
+    "training.local_batch_size": 8,
+    "parallelism.pipeline_parallel_first_stage_less_layers": 0,
+    "parallelism.pipeline_parallel_last_stage_less_layers": 0,
+}
 DEBUG = FLAVORS["debugmodel"]
 MULTIPLIER = 0.37
 
 # Layout -> (ranks, degrees, what it starts from: an import, or safetensors under GPT-2's new or old names).
 LAYOUTS: dict[str, tuple[int, dict[str, Any], str]] = {
     "1": (1, {}, "imported"),
-    "tp2": (2, {TENSOR: 2}, "gpt2"),
+    "tp2": (2, {TENSOR: 2}, "imported"),
     "pp2": (2, STAGES, "imported"),
     "cp2": (2, {CONTEXT: 2}, "gpt2"),
     "fsdp2xtp2": (4, {SHARD: 2, TENSOR: 2}, "gpt2"),
     "hsdp2x2": (4, {SHARD: 2, REPLICATE: 2}, "old gpt2"),
-    "pp2xfsdp2": (4, STAGES | {SHARD: 2}, "gpt2"),
+    "pp2xfsdp2": (4, STAGES | {SHARD: 2}, "imported"),
     "tp2xpp2": (4, STAGES | {TENSOR: 2}, "imported"),
-    "pp2, V-shaped": (2, STAGES | {SCHEDULE: "ZBVZeroBubble"}, "gpt2"),
+    "pp2, V-shaped": (2, STAGES | V_SHAPED, "gpt2"),
 }
 FROM_GPT2 = {name for name, (*_, start) in LAYOUTS.items() if "gpt2" in start}
 
@@ -187,7 +193,7 @@ def test_same_weights_export_to_the_same_bytes(runs: dict[str, Any], tmp_path: P
         command("export", step, "--to", "gpt2", "--out", tmp_path / f"{i}")
     files = [file.read_bytes() for file in sorted(tmp_path.glob("*.pt"))]
     folders = [{f.name: f.read_bytes() for f in path.iterdir()} for path in sorted(tmp_path.iterdir()) if path.is_dir()]
-    assert len(files) == len(folders) >= 3
+    assert len(files) == len(folders) == 5
     assert all(file == files[0] for file in files)
     assert all(content == folders[0] for content in folders)
 
