@@ -90,7 +90,18 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"checkpoint.exclude_from_loading": "dataloder"},
         r"exclude_from_loading=\['dataloder'\]: must be a list of 'optimizer'",
     ),
-    "Hugging Face export": ({"checkpoint.last_save_in_hf": True}, r"last_save_in_hf=true: .* not there yet"),
+    "Hugging Face export of more than weights": (
+        {"checkpoint.last_save_in_hf": True},
+        r"last_save_in_hf=true: .* set checkpoint\.last_save_model_only=true",
+    ),
+    "no Hugging Face files": (
+        {"checkpoint.enable": True, "checkpoint.initial_load_in_hf": True, "checkpoint.initial_load_path": "tests"},
+        r"tests/config\.json cannot be read .*; a GPT-2 folder needs one",
+    ),
+    "no checkpoint to start from": (
+        {"checkpoint.enable": True, "checkpoint.initial_load_path": "tests"},
+        r"tests has no \.metadata, so it is not a \(finished\) checkpoint",
+    ),
     "not an initial checkpoint": (
         {"checkpoint.initial_load_path": "no/such"},
         r"initial_load_path='no/such' is not a folder",

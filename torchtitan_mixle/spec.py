@@ -1,9 +1,13 @@
 """The TrainSpec: which of our parts, and which of TorchTitan's, make a training run."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import LossFunction, build_cross_entropy_loss
 from torchtitan.components.lr_scheduler import build_lr_schedulers
@@ -15,6 +19,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.hf_datasets.text_datasets import build_text_dataloader
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
 
+from torchtitan_mixle.checkpoint.adapter import GPT2Adapter, check_start
+from torchtitan_mixle.checkpoint.record import record_of_job
 from torchtitan_mixle.data.datasets import is_token_source, open_source
 from torchtitan_mixle.data.loader import GlobalOrderLoader, TrainingSamples
 from torchtitan_mixle.errors import ConfigError
@@ -67,10 +73,12 @@ class Run:
 
     The loader alone knows how many samples the whole run has consumed (TorchTitan's own count is kept per rank, and is
     wrong once a run goes on with another number of ranks). The pipeline knows the tied matrix, which the optimizer must
-    leave to one owner, and which ranks have a loss to report.
+    leave to one owner, and which ranks have a loss to report. The adapter learns what it will
+    load.
     """
 
     def __init__(self) -> None:
+        self.job_config: JobConfig | None = None
         self.loader: BaseDataLoader | None = None
         self.metrics: CausalLMMetrics | None = None
         self.pipeline: Pipeline | None = None
@@ -79,6 +87,7 @@ class Run:
         self, dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer | None, job_config: JobConfig
     ) -> BaseDataLoader:
         """Batches of this data-parallel rank."""
+        self.job_config = job_config
         training = job_config.training
         if is_token_source(training.dataset):
             self.loader = _token_loader(dp_world_size, dp_rank, job_config)
@@ -129,6 +138,27 @@ class Run:
         optimizers.register_step_post_hook(lambda *_: tied.copy_owner())
         return optimizers
 
+    def build_adapter(self, model_args: CausalLMArgs, hf_assets_path: str | None) -> GPT2Adapter:
+        """TorchTitan's `state_dict_adapter`; leaves the model's record in the dump folder, for export and the like."""
+        job_config = self.job_config
+        if job_config is None:
+            return GPT2Adapter(model_args, hf_assets_path)
+        source, activation = check_start(job_config, model_args)
+        if job_config.checkpoint.enable and dist.get_rank() == 0:
+            dump_folder = Path(job_config.job.dump_folder)
+            replace(record_of_job(job_config, model_args, self._tokenizer()), activation=activation).write(dump_folder)
+        return GPT2Adapter(model_args, hf_assets_path, source=source, save_folder=partial(_last_step, job_config))
+
+    def _tokenizer(self) -> str | None:
+        """Hash of the tokenizer behind a token stream."""
+        loader = self.loader
+        return loader.samples.source.tokenizer if isinstance(loader, GlobalOrderLoader) else None
+
+
+def _last_step(job_config: JobConfig) -> Path:
+    """The folder of the last checkpoint, the one that can be in Hugging Face's form."""
+    return Path(job_config.job.dump_folder) / job_config.checkpoint.folder / f"step-{job_config.training.steps}"
+
 
 def _token_loader(dp_world_size: int, dp_rank: int, job_config: JobConfig) -> GlobalOrderLoader:
     training = job_config.training
@@ -163,6 +193,7 @@ def train_spec() -> TrainSpec:
         build_loss_fn=build_cross_entropy_loss,
         build_validator_fn=build_validator,
         build_metrics_processor_fn=run.build_metrics_processor,
+        state_dict_adapter=run.build_adapter,
     )
 
 

@@ -6,11 +6,21 @@ from typing import Any
 
 import tyro
 
+from torchtitan_mixle.cli.convert import export, import_
+from torchtitan_mixle.cli.generate import generate
 from torchtitan_mixle.cli.parity import parity
 from torchtitan_mixle.cli.prepare import prepare
+from torchtitan_mixle.cli.score import score
 from torchtitan_mixle.errors import ConfigError
 
-COMMANDS: dict[str, Callable[..., Any]] = {"parity": parity, "prepare": prepare}
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "export": export,
+    "generate": generate,
+    "import": import_,
+    "parity": parity,
+    "prepare": prepare,
+    "score": score,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

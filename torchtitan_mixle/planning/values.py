@@ -125,9 +125,16 @@ def check_values(job_config: Any) -> None:
 
 
 def _check_checkpoint(checkpoint: Any) -> None:
-    for key in ("last_save_in_hf", "initial_load_in_hf"):
-        if getattr(checkpoint, key):
-            raise ConfigError(f"checkpoint.{key}=true: Hugging Face files are not there yet; set it to false")
+    for key, needed in (
+        ("last_save_in_hf", "last_save_model_only"),
+        ("initial_load_in_hf", "initial_load_model_only"),
+    ):
+        if getattr(checkpoint, key) and not getattr(checkpoint, needed):
+            raise ConfigError(
+                f"checkpoint.{key}=true: Hugging Face files hold the weights alone; set checkpoint.{needed}=true too"
+            )
+    if checkpoint.initial_load_in_hf_quantized:
+        raise ConfigError("checkpoint.initial_load_in_hf_quantized=true: GPT-2 has no quantized form; set it to false")
     path = checkpoint.initial_load_path
     if path and not Path(path).is_dir():
         raise ConfigError(

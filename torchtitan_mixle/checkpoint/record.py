@@ -1,0 +1,185 @@
+"""What a checkpoint's tensors do not say: the number of heads, the muP flag, the tokenizer.
+
+A run writes it into its dump folder as `mixle_model.json`, an import into the checkpoint that it makes.
+"""
+
+import json
+import reprlib
+import tomllib
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from torchtitan_mixle.errors import ConfigError
+from torchtitan_mixle.flavors import FLAVORS
+from torchtitan_mixle.metrics.counting import ModelShape, count_parameters
+
+FILE = "mixle_model.json"
+FORMAT = "torchtitan-mixle model"
+VERSION = 1
+_LEVELS = 4  # from OUT/checkpoint/step-N up to OUT, and two more for a checkpoint.folder of several parts
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Where a run's text came from, in the words of its TOML."""
+
+    dataset: str | None = None
+    dataset_path: str | None = None
+    validation_dataset: str | None = None
+    validation_path: str | None = None
+    seq_len: int | None = None
+    """Of the validation, or else of the training."""
+    hf_assets_path: str | None = None
+    tokenizer: str | None = None
+    """Hash of the tokenizer.json that the run's tokens are of, or "bytes"."""
+
+
+@dataclass(frozen=True)
+class ModelRecord:
+    """Size and flags of a model (a `ModelShape`), and the data of the run behind it."""
+
+    vocab_size: int
+    d_model: int
+    n_layer: int
+    n_head: int
+    block: int
+    mup_attention: bool = False
+    activation: str = "gelu"
+    """The activation that the weights were first trained with: "gelu", or "gelu_new" for most imported GPT-2s."""
+    data: RunData = field(default_factory=RunData)
+    origin: str = ""
+    """Where this was read, for messages."""
+
+    @classmethod
+    def of(cls, shape: ModelShape, **others: Any) -> "ModelRecord":
+        five = {name: getattr(shape, name) for name in ("vocab_size", "d_model", "n_layer", "n_head", "block")}
+        return cls(**five, **others)
+
+    def describe(self) -> str:
+        """The size in words, for the end of a command."""
+        return (
+            f"a CausalLM of {count_parameters(self):,} parameters (V={self.vocab_size}, d_model={self.d_model}, "
+            f"n_layer={self.n_layer}, n_head={self.n_head}, block={self.block})"
+        )
+
+    def require_same(self, other: ModelShape, *, what: str) -> None:
+        """Raise ConfigError unless `other`, the model in `what`, has this record's size."""
+        for name in ("vocab_size", "d_model", "n_layer", "n_head", "block"):
+            there, here = getattr(other, name), getattr(self, name)
+            if there != here:
+                remedy = f"set [mixle] {name}={there}" if name in ("vocab_size", "block") else "use another flavor"
+                raise ConfigError(f"{what} has {name}={there}, and the model of {self.origin} {name}={here}; {remedy}")
+
+    def write(self, folder: Path) -> None:
+        """Leave the record in a folder, whole or not at all."""
+        table = {"format": FORMAT, "version": VERSION} | asdict(self)
+        del table["origin"]
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f".{FILE}.partial"
+        partial.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+        partial.replace(folder / FILE)
+
+
+def find_record(checkpoint: Path) -> ModelRecord | None:
+    """The record in the checkpoint's folder or in the nearest folder above it that has one."""
+    folder = checkpoint.expanduser().resolve()
+    for place in [folder, *folder.parents][: _LEVELS + 1]:
+        if (place / FILE).is_file():
+            return read_record(place / FILE)
+    return None
+
+
+def record_for(
+    checkpoint: Path, *, config: Path | None = None, n_head: int | None = None, mup_attention: bool = False
+) -> ModelRecord | None:
+    """The record of a checkpoint's model: of `config` if given, else the one beside it; None if neither is there.
+
+    `n_head` and `mup_attention` overrule what the record says.
+    """
+    record = find_record(checkpoint) if config is None else record_of_config(config)
+    if record is None:
+        return None
+    return replace(
+        record,
+        n_head=record.n_head if n_head is None else n_head,
+        mup_attention=record.mup_attention or mup_attention,
+    )
+
+
+def read_record(file: Path) -> ModelRecord:
+    """A record as `write` left it. Raises ConfigError for anything else."""
+    try:
+        table = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is not JSON ({error}); give --config instead") from None
+    if not isinstance(table, dict) or table.get("format") != FORMAT or table.get("version") != VERSION:
+        raise ConfigError(f"{file} is not a record of this release ({FORMAT!r}, version {VERSION}); give --config")
+    data = table.get("data")
+    record = _fill(ModelRecord, table, file)
+    return replace(record, data=_fill(RunData, data if isinstance(data, dict) else {}, file), origin=str(file))
+
+
+def _fill(cls: type, table: dict[str, Any], file: Path) -> Any:
+    """An instance from the table's keys of the right type."""
+    values = {}
+    for f in fields(cls):
+        if f.name in ("data", "origin") or f.name not in table:
+            continue
+        value, kinds = table[f.name], get_args(f.type) or (f.type,)
+        if type(value) not in kinds:
+            names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+            raise ConfigError(f"{file}: {f.name} = {reprlib.repr(value)} must be of type {names}; give --config")
+        values[f.name] = value
+    try:
+        return cls(**values)
+    except TypeError as error:
+        raise ConfigError(f"{file} is not whole ({error}); give --config instead") from None
+
+
+def record_of_config(config: Path) -> ModelRecord:
+    """The record that a run of this TOML would leave (command-line overrides are not in it)."""
+    try:
+        table = tomllib.loads(config.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the config {config}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the config {config} is not TOML: {error}") from None
+    name = table.get("model", {}).get("flavor")
+    if name not in FLAVORS:
+        raise ConfigError(f"{config}: model.flavor={name!r} is unknown; use one of {', '.join(FLAVORS)}")
+    mixle = table.get("mixle", {})
+    sizes = {key: mixle[key] for key in ("vocab_size", "block") if key in mixle}
+    if bad := [f"[mixle] {key}={value!r}" for key, value in sizes.items() if type(value) is not int or value < 1]:
+        raise ConfigError(f"{config}: {bad[0]} must be a whole number of at least 1")
+    training, validation = table.get("training", {}), table.get("validation", {})
+    validated = validation if validation.get("enable") else {}
+    data = RunData(
+        dataset=training.get("dataset"),
+        dataset_path=training.get("dataset_path"),
+        validation_dataset=validated.get("dataset"),
+        validation_path=validated.get("dataset_path"),
+        seq_len=validated.get("seq_len", training.get("seq_len")),
+        hf_assets_path=table.get("model", {}).get("hf_assets_path"),
+    )
+    record = ModelRecord.of(FLAVORS[name], mup_attention=bool(mixle.get("mup_attention")), data=data)
+    return replace(record, **sizes, origin=str(config))
+
+
+def record_of_job(job_config: Any, args: Any, tokenizer: str | None) -> ModelRecord:
+    """The record of a run; paths are made absolute, since the tools are started elsewhere."""
+    training, validation = job_config.training, job_config.validation
+    data = RunData(
+        dataset=training.dataset,
+        dataset_path=_absolute(training.dataset_path),
+        validation_dataset=validation.dataset if validation.enable else None,
+        validation_path=_absolute(validation.dataset_path) if validation.enable else None,
+        seq_len=validation.seq_len if validation.enable else training.seq_len,
+        hf_assets_path=_absolute(job_config.model.hf_assets_path),
+        tokenizer=tokenizer,
+    )
+    return ModelRecord.of(args, mup_attention=args.mup_attention, data=data)
+
+
+def _absolute(path: str | None) -> str | None:
+    return None if path is None else str(Path(path).expanduser().absolute())
