@@ -9,9 +9,9 @@
 - transformers: GPT-2 of the same shape from Hugging Face transformers, in the plain loop
 
 All run in this one process, in turn, on the same data with the same optimizer, in bfloat16 on an accelerator and in
-float32 on a CPU. Figures are medians over the rounds, and a ratio is the median of the rounds' ratios, so that a machine
-whose speed drifts does not decide it. Each keeps weights, gradients and moments (16 bytes a parameter): where they do not
-fit together, give one rival at a time.
+float32 on a CPU. Figures are medians over the rounds, and a ratio is the median of the rounds' ratios, so that a
+machine whose speed drifts does not decide it. Each keeps weights, gradients and moments (16 bytes a parameter): where
+they do not fit together, give one rival at a time.
 """
 
 import dataclasses

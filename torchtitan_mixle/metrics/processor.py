@@ -64,6 +64,7 @@ class CausalLMMetrics(MetricsProcessor):
         """Of this start of the run."""
         self._step_before = 0
         """The last step that is not part of the interval since the last report."""
+        self._doubted = False
         self._open_logs(tag)
         if self.record is not None:
             self.record.write(device=self._device(), model=_model(model_args, self.rates.flops, self.rates.recomputed))
@@ -159,6 +160,7 @@ class CausalLMMetrics(MetricsProcessor):
             self.train_log.append(record)
         self.logger.log(_by_tag(record, extra), step)
         self._print_step(record)
+        self._doubt(rates.get("mfu_pct", 0.0))
         self._restart_interval(step)
         self.device_memory_monitor.reset_peak_stats()
 
@@ -201,6 +203,16 @@ class CausalLMMetrics(MetricsProcessor):
             f"data: {record['data_loading_pct']:.1f}%  "
             f"{color.cyan}tflops: {record['tflops_per_device']:,.2f}{color.magenta}{utilisation}{color.reset}"
         )
+
+    def _doubt(self, mfu_pct: float) -> None:
+        """No device is faster than its peak: say so once if this one seems to be."""
+        if mfu_pct > 100 and not self._doubted:
+            self._doubted = True
+            logger.warning(
+                "MFU of %.0f%% cannot be: the peak of %s must be higher; [mixle] peak_tflops gives it",
+                mfu_pct,
+                self.device_memory_monitor.device_name,
+            )
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
         """Report the token-weighted validation loss."""
