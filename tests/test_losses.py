@@ -32,6 +32,22 @@ def test_passes_add_up_and_validation_is_left_out() -> None:
     assert loss_fn.take(pred.device).tolist() == [0, 0]
 
 
+def test_a_pipelines_passes_are_noted_not_what_its_stages_try_out() -> None:
+    class Schedule:
+        def step(self, *args: Any, target: Any = None, losses: Any = None) -> str:
+            loss_fn.loss_fn(torch.ones(1), torch.zeros(1))  # to learn the shapes
+            if losses is not None:
+                losses += [torch.tensor(3.0), torch.tensor(4.0)]
+            return "result"
+
+    loss_fn = NotedLoss(lambda pred, labels: pred.sum())
+    schedule: Any = Schedule()
+    loss_fn.note_passes(schedule)
+    assert schedule.step(target=torch.tensor([[0, 1], [IGNORE_INDEX, 2]]), losses=[]) == "result"
+    schedule.step(target=None, losses=None)  # a rank without the last stage
+    assert loss_fn.take(torch.device("cpu")).tolist() == [7, 3]
+
+
 def largest(dp: int, cp: int, noted: list[tuple[float, float]], average: float) -> float:
     import torch.distributed as dist
 
@@ -43,6 +59,7 @@ CASES: dict[str, tuple[int, int, list[tuple[float, float]], float]] = {
     # Ranks that share a sequence follow each other: (dp 0, cp 0), (dp 0, cp 1), (dp 1, cp 0), (dp 1, cp 1).
     "shares of a sequence": (2, 2, [(10, 4), (2, 2), (9, 3), (6, 3)], 15 / 6),
     "a share without labels": (2, 2, [(0, 0), (12, 4), (3, 3), (4, 4)], 3.0),
+    "shares alone": (1, 2, [(10, 4), (2, 2)], 2.0),
     "a rank without labels": (2, 1, [(6, 4), (0, 0)], 1.5),
     "no rank with labels": (2, 1, [(0, 0), (0, 0)], math.nan),
     "below the average": (2, 1, [(6, 4), (6, 4)], 1.5 + 1e-9),

@@ -116,8 +116,11 @@ class Run:
         parallelize_fn: Callable[..., CausalLM],
         loss_fn: LossFunction,
     ) -> tuple[Any, list[CausalLM], bool, bool]:
-        pipeline = build_pipeline(model, parallel_dims, job_config, device, parallelize_fn, loss_fn)
+        bare_loss = loss_fn.loss_fn if isinstance(loss_fn, NotedLoss) else loss_fn
+        pipeline = build_pipeline(model, parallel_dims, job_config, device, parallelize_fn, bare_loss)
         self.pipeline = pipeline
+        if isinstance(loss_fn, NotedLoss):
+            loss_fn.note_passes(pipeline.schedule)
         if self.metrics is not None:
             self.metrics.has_loss = pipeline.has_last_stage
             training, parallelism = job_config.training, job_config.parallelism
