@@ -72,7 +72,10 @@ def counted_flops(model: CausalLM, batch: int, seq_len: int) -> int:
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("name", FLAVORS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if shape.n_layer > 24 else []) for name, shape in FLAVORS.items()],
+)
 def test_flops_equal_those_counted_in_a_step(name: str) -> None:
     """On the meta device, where a model of any size fits."""
     shape = FLAVORS[name]

@@ -1,7 +1,6 @@
 """metrics.jsonl, rates and utilisation."""
 
 import json
-import math
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -140,7 +139,7 @@ def test_a_second_start_keeps_the_first_ones_record(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     dims = ParallelDims(dp_replicate=2, dp_shard=3, cp=2, tp=4, pp=5, ep=1, etp=1, world_size=240)
     for start in (1, 2, 3):
-        RunRecord(path, job_config({}), dims, start=start).write(peak=math.nan)
+        RunRecord(path, job_config({}), dims, start=start).write()
     record = json.loads(path.read_text())
     assert (record["start"], record["layout"]["name"]) == (3, "hsdp2x3xtp4xpp5xcp2")
     assert [line["start"] for line in read_lines(tmp_path / "run.earlier.jsonl")] == [1, 2]

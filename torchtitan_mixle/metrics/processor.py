@@ -116,6 +116,8 @@ class CausalLMMetrics(MetricsProcessor):
             self.record.write(first_step=step)
         self._first_step, self._step_before = step, step - 1
         if not reported:  # its time, much of it compiling, must not be part of the first report
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()
             self._restart_interval(step)
 
     def log(
