@@ -109,11 +109,12 @@ def measured_run(overrides: dict[str, Any]) -> dict[str, Any]:
     flops = LocalFlops()
     syncs = []
     try:
-        trainer.step = 1  # in which stages and DTensors also try out what shapes they will have
-        trainer.train_step(batches)
-        trainer.step = 2
-        with flops, sdpa_kernel(SDPBackend.MATH):  # whose matrix products autograd shows one by one
+        with sdpa_kernel(SDPBackend.MATH):  # whose matrix products autograd shows one by one
+            trainer.step = 1  # in which stages and DTensors also try out what shapes they will have
             trainer.train_step(batches)
+            trainer.step = 2
+            with flops:
+                trainer.train_step(batches)
         for trainer.step in (3, 4):  # the third is not reported
             with noted_syncs() as noted:
                 trainer.train_step(batches)
