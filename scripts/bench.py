@@ -302,14 +302,14 @@ RIVALS: dict[str, Callable[[Settings, Any, str], list[Contestant]]] = {
 
 
 def measure(contestants: list[Contestant], rounds: int) -> None:
-    """Note the seconds of each round, after one round that is not counted."""
-    for counted in [False] + [True] * rounds:
-        for contestant in contestants:
+    """Note the seconds of each round, after one that is not counted. Every other round runs in the opposite order."""
+    for number in range(rounds + 1):
+        for contestant in contestants[:: -1 if number % 2 else 1]:
             began = time.perf_counter()
             contestant.run()
             if torch.accelerator.is_available():
                 torch.accelerator.synchronize()
-            if counted:
+            if number:
                 contestant.seconds.append(time.perf_counter() - began)
 
 
