@@ -1,15 +1,22 @@
 """Closed forms against published figures and against counted tensors."""
 
+from collections import Counter
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.jobs import job_config
 from torchtitan_mixle.errors import ConfigError
 from torchtitan_mixle.flavors import FLAVORS, Flavor
-from torchtitan_mixle.metrics.counting import count_parameters, flops_per_token
-from torchtitan_mixle.metrics.hardware import peak_flops
+from torchtitan_mixle.metrics.counting import count_parameters, flops_per_token, recomputed_flops_per_token
+from torchtitan_mixle.metrics.hardware import DEVICES, find_device, peak_flops
+from torchtitan_mixle.metrics.rates import recomputed_by
 from torchtitan_mixle.model.args import CausalLMArgs, FlavorArgs
 from torchtitan_mixle.model.model import CausalLM
+from torchtitan_mixle.parallel.parallelize import apply_recomputation
 
 # GPT-2: as released. MPT: the models of these shapes in llm-foundry's throughput tables.
 PUBLISHED_EXACT = {
@@ -56,16 +63,102 @@ def test_gpt2_small_flops_per_token() -> None:
     assert flops.causal_total == flops.total - 6 * 12 * 768 * 1024
 
 
-def test_flops_equal_those_counted_in_a_step() -> None:
-    shape = Flavor(vocab_size=61, d_model=32, n_layer=3, n_head=4, block=16)
-    batch, seq_len = 2, 16
-    model = CausalLM(CausalLMArgs.from_flavor(shape))
-    model.init_weights()
+def counted_flops(model: CausalLM, batch: int, seq_len: int) -> int:
+    """Forward and backward pass; autograd through the unfused attention shows its matrix products one by one."""
     counter = FlopCounterMode(display=False)
-    # Autograd through the unfused attention shows its matrix products one by one.
+    tokens = torch.zeros(batch, seq_len, dtype=torch.int64, device=model.tok.weight.device)
     with counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        model(torch.randint(61, (batch, seq_len))).sum().backward()
-    assert counter.get_total_flops() == flops_per_token(shape, seq_len).total * batch * seq_len
+        model(tokens).sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if shape.n_layer > 24 else []) for name, shape in FLAVORS.items()],
+)
+def test_flops_equal_those_counted_in_a_step(name: str) -> None:
+    """On the meta device, where a model of any size fits."""
+    shape = FLAVORS[name]
+    with torch.device("meta"):
+        model = CausalLM(CausalLMArgs.from_flavor(shape))
+    assert counted_flops(model, 2, shape.block) == flops_per_token(shape, shape.block).total * 2 * shape.block
+
+
+SMALL = Flavor(vocab_size=61, d_model=32, n_layer=5, n_head=4, block=16)
+RECOMPUTATION = {
+    "none": {"mode": "none"},
+    "full": {"mode": "full"},
+    "full, stopped early": {"mode": "full", "early_stop": True},
+    "every block": {"mode": "selective", "selective_ac_option": "1"},
+    "every second block": {"mode": "selective", "selective_ac_option": "2"},
+    "every third block, stopped early": {"mode": "selective", "selective_ac_option": "3", "early_stop": True},
+    "no block": {"mode": "selective", "selective_ac_option": "6"},
+}
+
+
+def recomputing(options: dict[str, object]) -> tuple[CausalLM, int | None]:
+    """A model on the meta device under activation checkpointing, and what the closed form says it computes again."""
+    from torchtitan.distributed import activation_checkpoint
+
+    activation_checkpoint._layer_sac_count = 0  # a process makes one model; this one makes many
+    config = job_config({f"activation_checkpoint.{key}": value for key, value in options.items()})
+    config.training.seq_len = SMALL.block
+    args = CausalLMArgs.from_flavor(SMALL)
+    with torch.device("meta"):
+        model = CausalLM(args)
+    apply_recomputation(model, config)
+    return model, recomputed_by(config, args)
+
+
+@pytest.mark.parametrize("name", RECOMPUTATION)
+def test_recomputed_flops_equal_those_counted(name: str) -> None:
+    model, recomputed = recomputing(RECOMPUTATION[name])
+    assert recomputed is not None
+    expected = flops_per_token(SMALL, SMALL.block).total + recomputed
+    assert counted_flops(model, 2, SMALL.block) == expected * 2 * SMALL.block
+
+
+class Calls(TorchDispatchMode):
+    """Counts what is computed, below whatever hands out a saved result instead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("early_stop", [False, True])
+def test_recomputation_by_op_saves_attention_but_no_linear_layer(early_stop: bool) -> None:
+    model, recomputed = recomputing({"mode": "selective", "selective_ac_option": "op", "early_stop": early_stop})
+    model = model.to_empty(device="cpu")
+    model.init_weights()
+    counter, calls = FlopCounterMode(display=False), Calls()
+    with calls, counter:
+        model(torch.zeros(2, SMALL.block, dtype=torch.int64)).sum().backward()
+    flops = flops_per_token(SMALL, SMALL.block)
+    assert counter.get_total_flops() == (flops.blocks + flops.head + recomputed) * 2 * SMALL.block
+    # The fused attention of a CPU, which has no FLOP formula.
+    assert calls.count[torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default] == SMALL.n_layer
+
+
+def test_recomputation_that_the_compiler_chooses_is_unknown() -> None:
+    assert recomputed_flops_per_token(SMALL, 16, mode="memory_budget") is None
+
+
+def test_recomputed_blocks_of_a_pipeline_are_counted_by_rank() -> None:
+    """Seven blocks on two ranks: 4 + 3, every second of each is 2 + 1; in a V of four stages (2 + 1, 2 + 2) too."""
+    shape = Flavor(vocab_size=61, d_model=32, n_layer=7, n_head=4, block=16)
+    for schedule in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble"):
+        config = job_config({"activation_checkpoint.mode": "selective", "training.seq_len": 16})
+        config.activation_checkpoint.selective_ac_option = "2"
+        config.parallelism.pipeline_parallel_degree = 2
+        config.parallelism.pipeline_parallel_schedule = schedule
+        config.parallelism.pipeline_parallel_first_stage_less_layers = 0
+        config.parallelism.pipeline_parallel_last_stage_less_layers = 0
+        assert recomputed_by(config, CausalLMArgs.from_flavor(shape)) == 3 * (24 * 32**2 + 4 * 32 * 16)
 
 
 def test_flavors_are_handed_out_as_copies() -> None:
@@ -87,21 +180,71 @@ def test_heads_must_divide_the_width() -> None:
         args.validate()
 
 
-@pytest.mark.parametrize(
-    ("name", "tflops"),
-    [
-        ("NVIDIA H200", 989),
-        ("NVIDIA H200 NVL", 835),
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 NVL", 835),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA H20", 148),
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
-        ("NVIDIA RTX A1000", None),
-        ("CPU x86_64", None),
-        ("foo", None),
-    ],
+PEAKS = {
+    "NVIDIA H200": (989, 1979),
+    "NVIDIA H200 NVL": (835, 1670),
+    "NVIDIA H100 80GB HBM3": (989, 1979),
+    "NVIDIA H100 NVL": (835, 1670),
+    "NVIDIA H100 PCIe": (756, 1513),
+    "NVIDIA A100-SXM4-80GB": (312, None),
+    "NVIDIA A100-SXM4-40GB": (312, None),
+    "NVIDIA A100 80GB PCIe": (312, None),
+    "NVIDIA A100-PCIE-40GB": (312, None),
+    "NVIDIA H20": (148, 296),
+    "NVIDIA H800": (989, 1979),
+    "NVIDIA GH200 480GB": (989, 1979),
+    "NVIDIA GH200 144G HBM3e": (989, 1979),
+    "NVIDIA B200": (2250, 4500),
+    "NVIDIA B300 SXM6 AC": (2250, 4500),
+    "NVIDIA GB200": (2500, 5000),
+    "NVIDIA GB300": (2500, 5000),
+    "NVIDIA L40": (181.05, 362),
+    "NVIDIA L40S": (362.05, 733),
+    "NVIDIA RTX A6000": (154.8, None),
+    "NVIDIA GeForce RTX 4090": (165.2, 330.3),
+    "NVIDIA GeForce RTX 5090": (209.5, 419),
+    "AMD Instinct MI250X": (191.5, None),
+    "AMD Instinct MI250X / MI250": (191.5, None),
+    "AMD Instinct MI300X": (1307.4, 2614.9),
+    "AMD Instinct MI325X": (1307.4, 2614.9),
+    "AMD Instinct MI350X": (2306.9, 4613.7),
+    "AMD Instinct MI355X": (2516.6, 5033.2),
+}
+UNKNOWN = (
+    "NVIDIA A100-SXM4-40GB MIG 1g.5gb",  # a share of one
+    "GRID A100D-20C",
+    "NVIDIA A100-SXM-64GB",  # another number of units
+    "NVIDIA GeForce RTX 4090 Laptop GPU",
+    "NVIDIA GeForce RTX 4090 D",
+    "NVIDIA RTX A1000",
+    "NVIDIA RTX 6000 Ada Generation",
+    "NVIDIA L4",
+    "CPU x86_64",
+    "cpu",
+    "foo",
+    "",
 )
-def test_peak_is_the_devices_own_or_none(name: str, tflops: float | None) -> None:
-    assert peak_flops(name) == (None if tflops is None else tflops * 1e12)
+
+
+@pytest.mark.parametrize(("name", "tflops"), PEAKS.items())
+def test_peak_is_the_devices_own(name: str, tflops: tuple[float, float | None]) -> None:
+    bf16, fp8 = tflops
+    assert peak_flops(name) == bf16 * 1e12
+    assert peak_flops(name, float8=True) == (None if fp8 is None else fp8 * 1e12)
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_no_peak_for_another_device(name: str) -> None:
+    assert find_device(name) is None
+    assert peak_flops(name) is None
+
+
+def test_no_row_of_the_table_is_out_of_line() -> None:
+    """No figure with sparsity, in the wrong unit or for both directions slips in unnoticed."""
+    for device in DEVICES:
+        assert find_device(device.name) == device
+        if device.fp8_tflops is not None:
+            assert device.fp8_tflops / device.bf16_tflops == pytest.approx(2, rel=0.02), device
+        assert 100 < device.bf16_tflops / device.memory_tb_per_s < 500 or device.name == "H20", device
+        assert 24 <= device.memory_gb <= 288, device
+        assert device.link_gb_per_s in (32, 64) or 200 <= device.link_gb_per_s <= 900, device

@@ -1,14 +1,20 @@
 """metrics.jsonl, rates and utilisation."""
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torchtitan.distributed import ParallelDims
 
-from tests.jobs import TINY, build_trainer, job_config, metrics_of, read_lines, train
+from tests.jobs import ROOT, TINY, build_trainer, job_config, metrics_of, read_lines, train
 from tests.ranks import RankPool
 from torchtitan_mixle.metrics.jsonl import StepLog
+from torchtitan_mixle.metrics.rates import device_peak
+from torchtitan_mixle.metrics.run_record import RunRecord, git_state
+from torchtitan_mixle.metrics.summary import Summary
+from torchtitan_mixle.metrics.tensorboard import TensorBoard
 
 
 def steps(path: Path) -> list[int]:
@@ -54,39 +60,6 @@ def test_nan_is_null_so_that_any_json_reader_reads_it(tmp_path: Path) -> None:
     assert json.loads(path.read_text(), parse_constant=pytest.fail) == {"step": 1, "loss": None, "grad_norm": None}
 
 
-def log_with_a_clock(overrides: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """One report after exactly `seconds` in which this rank trained 1000 tokens."""
-    import torchtitan_mixle.metrics.processor as processor
-
-    trainer = build_trainer(overrides)
-    metrics = trainer.metrics_processor
-    metrics.ntokens_since_last_log = 1000
-    metrics.data_loading_times = [seconds / 4]
-    metrics.time_last_log = 100.0
-    clock = processor.time.perf_counter
-    processor.time.perf_counter = lambda: 100.0 + seconds
-    try:
-        metrics.log(1, 2.5, 3.0, 0.5, {"lr": 0.1, "n_tokens_seen": 0})
-    finally:
-        processor.time.perf_counter = clock
-        trainer.close()
-    return metrics_of(overrides)[0]
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_rates_and_mfu_are_those_of_the_clock(world_size: int, ranks: RankPool, tmp_path: Path) -> None:
-    job = TINY | {"job.dump_folder": str(tmp_path), "mixle.peak_tflops": 2.0}
-    line = ranks.run(log_with_a_clock, world_size, job, 2.0)[0]
-    flops = 72 * 4 * 128**2 + 12 * 4 * 128 * 32 + 6 * 257 * 128
-    assert line["tokens_per_second"] == pytest.approx(500 * world_size)
-    assert line["tokens_per_second_per_device"] == pytest.approx(500)
-    assert line["tflops_per_device"] == pytest.approx(500 * flops / 1e12)
-    assert line["mfu_pct"] == pytest.approx(100 * 500 * flops / 2e12)
-    assert line["mfu_causal_pct"] == pytest.approx(100 * 500 * (flops - 6 * 4 * 128 * 32) / 2e12)
-    assert line["data_loading_pct"] == pytest.approx(25)
-    assert (line["loss"], line["max_loss"], line["grad_norm"], line["lr"]) == (2.5, 3.0, 0.5, 0.1)
-
-
 def test_a_run_writes_true_numbers_from_one_rank(ranks: RankPool, tmp_path: Path) -> None:
     job = TINY | {"job.dump_folder": str(tmp_path), "metrics.enable_tensorboard": True, "validation.enable": True}
     job |= {"validation.steps": 2, "validation.local_batch_size": 2, "validation.seq_len": 32}
@@ -103,11 +76,107 @@ def test_a_run_writes_true_numbers_from_one_rank(ranks: RankPool, tmp_path: Path
 
 
 def scalars(folder: Path, tag: str) -> list[float]:
+    return list(events(folder, tag).values())
+
+
+def events(folder: Path, tag: str) -> dict[int, float]:
+    """Step -> value, as a reader of the folder sees them."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    (run,) = (folder / "tb").iterdir()
-    (events,) = run.iterdir()
-    return [event.value for event in EventAccumulator(str(events)).Reload().Scalars(tag)]
+    found = EventAccumulator(str(folder / "tb")).Reload().Scalars(tag)
+    assert len({event.step for event in found}) == len(found), "a step is there twice"
+    return {event.step: event.value for event in found}
+
+
+def test_events_hold_each_step_once_across_starts(tmp_path: Path) -> None:
+    for start, steps in ((1, range(1, 6)), (2, range(4, 8))):  # the last checkpoint was at step 3
+        board = TensorBoard(tmp_path / "tb")
+        board.start_at(steps[0])
+        for step in steps:
+            board.log({"start": start}, step)
+        board.close()
+    assert events(tmp_path, "start") == {1: 1, 2: 1, 3: 1, 4: 2, 5: 2, 6: 2, 7: 2}
+
+
+def test_summary_is_median_and_percentiles() -> None:
+    summary = Summary()
+    assert summary.line() is None
+    for rate in (100.0, 10.0, 50.0, 20.0, 30.0):
+        summary.add({"tokens_per_second": rate, "tokens_per_second_per_device": rate, "step_seconds": 1 / rate}, 10)
+    spread = summary.spreads()["tokens_per_second"]
+    assert (summary.steps, spread["median"]) == (50, 30)
+    assert (spread["p10"], spread["p90"]) == (pytest.approx(14), pytest.approx(80))
+
+
+def compiled_step(overrides: dict[str, Any]) -> list[dict[str, Any]]:
+    """A run of a fake clock whose first step of this start takes a hundred seconds and is not reported."""
+    import time
+
+    trainer = build_trainer(overrides)
+    clock = time.perf_counter
+    time.perf_counter = lambda: 0.0 if trainer.step < 8 else 100.0 + trainer.step - 8
+    trainer.metrics_processor.time_last_log = 0.0
+    batches = trainer.batch_generator(trainer.dataloader)
+    try:
+        for trainer.step in range(8, 13):
+            trainer.train_step(batches)
+        trainer.close()
+    finally:
+        time.perf_counter = clock
+    return metrics_of(overrides)
+
+
+def test_the_first_step_of_a_start_is_in_no_average(ranks: RankPool, tmp_path: Path) -> None:
+    """Step 8 is the first after a resume, and log_freq=5 reports steps 10 and 15."""
+    job = TINY | {"job.dump_folder": str(tmp_path), "metrics.log_freq": 5}
+    (line,) = ranks.run(compiled_step, 1, job)[0]
+    assert (line["step"], line["steps"], line["step_seconds"]) == (10, 2, 1)
+    assert line["tokens_per_second"] == 8 * 32
+    assert "first_step" not in line
+
+
+def test_a_second_start_keeps_the_first_ones_record(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    dims = ParallelDims(dp_replicate=2, dp_shard=3, cp=2, tp=4, pp=5, ep=1, etp=1, world_size=240)
+    for start in (1, 2, 3):
+        RunRecord(path, job_config({}), dims, start=start).write()
+    record = json.loads(path.read_text())
+    assert (record["start"], record["layout"]["name"]) == (3, "hsdp2x3xtp4xpp5xcp2")
+    assert [line["start"] for line in read_lines(tmp_path / "run.earlier.jsonl")] == [1, 2]
+    assert record["config"]["mixle"]["peak_tflops"] is None
+    path.write_text("{ cut")
+    RunRecord(path, job_config({}), dims, start=4).write()
+    assert read_lines(tmp_path / "run.earlier.jsonl")[-1] == {"unreadable": "{ cut"}
+
+
+def test_git_state_is_of_the_packages_repository() -> None:
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    state = git_state()
+    assert state is not None
+    assert state["commit"] == commit.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "peak", "said"),
+    [
+        ({}, 989e12, "989.0 TFLOP/s, the dense bfloat16 peak of NVIDIA H100 80GB HBM3"),
+        ({"converters": ["float8"]}, 1979e12, "1979.0 TFLOP/s, the dense float8 peak of NVIDIA H100 80GB HBM3"),
+        ({"converters": ["float8"], "emulate": True}, 989e12, "dense bfloat16 peak"),
+        ({"peak_tflops": 500.0}, 500e12, "500.0 TFLOP/s of [mixle] peak_tflops"),
+        ({"name": "foo"}, None, "no peak rate is known for 'foo' in bfloat16; [mixle] peak_tflops gives one"),
+        ({"name": "NVIDIA RTX A6000", "converters": ["float8"]}, None, "'NVIDIA RTX A6000' in float8"),
+    ],
+)
+def test_the_log_says_which_peak(
+    overrides: dict[str, Any], peak: float | None, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = job_config({})
+    config.model.converters = overrides.get("converters", [])
+    config.quantize.linear.float8.emulate = overrides.get("emulate", False)
+    config.mixle.peak_tflops = overrides.get("peak_tflops")
+    with caplog.at_level("INFO"):
+        assert device_peak(config, overrides.get("name", "NVIDIA H100 80GB HBM3")) == peak
+    assert said in caplog.text
 
 
 def test_upstreams_a100_peak_is_not_printed(ranks: RankPool, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from torchtitan_mixle.checkpoint.record import record_of_job
 from torchtitan_mixle.data.datasets import is_token_source, open_source
 from torchtitan_mixle.data.loader import GlobalOrderLoader, TrainingSamples
 from torchtitan_mixle.errors import ConfigError
+from torchtitan_mixle.metrics.losses import NotedLoss
 from torchtitan_mixle.metrics.processor import CausalLMMetrics, build_metrics_processor
 from torchtitan_mixle.model.args import CausalLMArgs, FlavorArgs, args_of
 from torchtitan_mixle.model.model import CausalLM
@@ -73,8 +74,8 @@ class Run:
 
     The loader alone knows how many samples the whole run has consumed (TorchTitan's own count is kept per rank, and is
     wrong once a run goes on with another number of ranks). The pipeline knows the tied matrix, which the optimizer must
-    leave to one owner, and which ranks have a loss to report. The adapter learns what it will
-    load.
+    leave to one owner, which ranks have a loss to report, and how long the schedule waits. The loss function knows what
+    each data-parallel rank's loss was. The adapter learns what it will load.
     """
 
     def __init__(self) -> None:
@@ -106,6 +107,13 @@ class Run:
             self.metrics.loader = self.loader
         return self.metrics
 
+    def build_loss_fn(self, job_config: JobConfig, **kwargs: Any) -> LossFunction:
+        """TorchTitan's loss, compiled if the job asks for that, which also notes what it was on this rank."""
+        loss_fn = NotedLoss(build_cross_entropy_loss(job_config, **kwargs))
+        if self.metrics is not None:
+            self.metrics.losses = loss_fn
+        return loss_fn
+
     def pipelining_fn(
         self,
         model: CausalLM,
@@ -116,10 +124,16 @@ class Run:
         parallelize_fn: Callable[..., CausalLM],
         loss_fn: LossFunction,
     ) -> tuple[Any, list[CausalLM], bool, bool]:
-        pipeline = build_pipeline(model, parallel_dims, job_config, device, parallelize_fn, loss_fn)
+        bare_loss = loss_fn.loss_fn if isinstance(loss_fn, NotedLoss) else loss_fn
+        pipeline = build_pipeline(model, parallel_dims, job_config, device, parallelize_fn, bare_loss)
         self.pipeline = pipeline
+        if isinstance(loss_fn, NotedLoss):
+            loss_fn.note_passes(pipeline.schedule)
         if self.metrics is not None:
             self.metrics.has_loss = pipeline.has_last_stage
+            training, parallelism = job_config.training, job_config.parallelism
+            microbatches = training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
+            self.metrics.see_schedule(pipeline.schedule.schedule, microbatches)
         return pipeline.schedule, pipeline.parts, pipeline.has_first_stage, pipeline.has_last_stage
 
     def build_optimizers(
@@ -190,7 +204,7 @@ def train_spec() -> TrainSpec:
         build_lr_schedulers_fn=build_lr_schedulers,
         build_dataloader_fn=run.build_dataloader,
         build_tokenizer_fn=build_tokenizer,
-        build_loss_fn=build_cross_entropy_loss,
+        build_loss_fn=run.build_loss_fn,
         build_validator_fn=build_validator,
         build_metrics_processor_fn=run.build_metrics_processor,
         state_dict_adapter=run.build_adapter,

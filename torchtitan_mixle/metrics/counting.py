@@ -1,5 +1,6 @@
 """Parameters and FLOPs of the CausalLM in closed form. Plain integers: no torch here."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -60,3 +61,43 @@ def flops_per_token(shape: ModelShape, seq_len: int) -> FlopsPerToken:
         head=6 * shape.vocab_size * d,
         attention=12 * layers * d * seq_len,
     )
+
+
+def recomputed_blocks(mode: str, option: str, blocks_by_rank: Sequence[int]) -> int | None:
+    """Blocks whose forward pass runs again for the backward pass; None where the compiler alone decides which.
+
+    `mode` and `option` are TorchTitan's activation_checkpoint.mode and .selective_ac_option. Every n-th block is
+    counted on each pipeline rank by itself, over all the blocks it has.
+    """
+    if mode == "none":
+        return 0
+    if mode == "full" or (mode == "selective" and option == "op"):
+        return sum(blocks_by_rank)
+    if mode == "selective":
+        return sum(blocks // int(option) for blocks in blocks_by_rank)
+    return None
+
+
+def recomputed_flops_per_token(
+    shape: ModelShape,
+    seq_len: int,
+    *,
+    mode: str,
+    option: str = "op",
+    early_stop: bool = False,
+    blocks_by_rank: Sequence[int] | None = None,
+) -> int | None:
+    """FLOPs per trained token that activation checkpointing adds; None where the compiler alone decides.
+
+    A block's forward pass is 24 d^2 for its linear layers and 4 d T for attention. By op ("op"), attention is saved;
+    linear layers are not, since they add their bias in the same operator (addmm), which is not among those saved.
+    `early_stop` leaves out the block's last product (8 d^2), whose result no gradient needs. What a compiler saves
+    beyond that is not known here, nor that a fused attention kernel's backward pass computes its scores again.
+    """
+    blocks = recomputed_blocks(mode, option, blocks_by_rank or [shape.n_layer])
+    if blocks is None:
+        return None
+    d = shape.d_model
+    linear = 24 * d * d - (8 * d * d if early_stop else 0)
+    by_op = mode == "selective" and option == "op"
+    return blocks * (linear + (0 if by_op else 4 * d * seq_len))

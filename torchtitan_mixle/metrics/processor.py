@@ -1,5 +1,6 @@
-"""What a run reports: the console line, TensorBoard, and metrics.jsonl in the dump folder."""
+"""What a run reports: the console line, TensorBoard, and metrics.jsonl, validation.jsonl and run.json beside it."""
 
+import dataclasses
 import logging
 import math
 import time
@@ -8,15 +9,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchtitan.components.metrics import MetricsProcessor
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
 
 from torchtitan_mixle.data.loader import GlobalOrderLoader
-from torchtitan_mixle.metrics.counting import flops_per_token
-from torchtitan_mixle.metrics.hardware import peak_flops
+from torchtitan_mixle.metrics.bubble import actions_of, bubble_share, one_stage_bubble
+from torchtitan_mixle.metrics.counting import count_parameters
 from torchtitan_mixle.metrics.jsonl import StepLog
+from torchtitan_mixle.metrics.losses import NotedLoss, max_loss
+from torchtitan_mixle.metrics.rates import job_rates
+from torchtitan_mixle.metrics.run_record import RunRecord
+from torchtitan_mixle.metrics.summary import Summary
+from torchtitan_mixle.metrics.tensorboard import TensorBoard
 from torchtitan_mixle.model.args import CausalLMArgs
 from torchtitan_mixle.upstream_log import hide_untrue_lines
 
@@ -34,37 +41,84 @@ def build_metrics_processor(
 class CausalLMMetrics(MetricsProcessor):
     """TorchTitan's processor with true throughput and utilisation: no peak is assumed for a device that is unknown."""
 
+    logger: BaseLogger
+
     def __init__(
         self, job_config: JobConfig, parallel_dims: ParallelDims, model_args: CausalLMArgs, tag: str | None = None
     ) -> None:
-        super().__init__(job_config, parallel_dims, tag)
-        self.flops = flops_per_token(model_args, job_config.training.seq_len)
-        self.peak = self._device_peak(job_config.mixle.peak_tflops)
+        super().__init__(_without_tensorboard(job_config), parallel_dims, tag)
+        self.job_config = job_config
+        device_name = self.device_memory_monitor.device_name
+        self.rates = job_rates(job_config, parallel_dims, model_args, device_name)
+        self.bubble: float | None = None
+        """Share of its time that a pipeline rank waits, by the schedule; None without a pipeline."""
         self.loader: GlobalOrderLoader | None = None
         """The loader, if it counts for the whole run."""
         self._tokens_before: int | None = None
         self.has_loss = True
         """Whether this rank's loss is one: in a pipeline only the last stage's is."""
-        folder = Path(job_config.job.dump_folder)
+        self.losses: NotedLoss | None = None
+        """The loss function, if it notes what this rank's losses were."""
+        self.summary = Summary()
+        self._first_step: int | None = None
+        """Of this start of the run."""
+        self._step_before = 0
+        """The last step that is not part of the interval since the last report."""
+        self._doubted = False
+        self._open_logs(tag)
+        if self.record is not None:
+            self.record.write(device=self._device(), model=_model(model_args, self.rates.flops, self.rates.recomputed))
+
+    def _open_logs(self, tag: str | None) -> None:
+        options = self.job_config.metrics
+        folder = Path(self.job_config.job.dump_folder)
         is_writer = dist.get_rank() == 0
         self.train_log = StepLog(folder / "metrics.jsonl") if is_writer else None
         self.validation_log = StepLog(folder / "validation.jsonl") if is_writer else None
+        self.record = RunRecord(folder / "run.json", self.job_config, self.parallel_dims) if is_writer else None
+        self.tensorboard: TensorBoard | None = None
+        if options.enable_tensorboard and (is_writer or options.save_for_all_ranks):
+            events = folder / options.save_tb_folder
+            if options.save_for_all_ranks:
+                events /= f"rank_{dist.get_rank()}"
+            self.tensorboard = TensorBoard(events, tag)
+            self.logger = _both(self.logger, self.tensorboard)
 
-    def _device_peak(self, override_tflops: float | None) -> float | None:
-        name = self.device_memory_monitor.device_name
-        peak = override_tflops * 1e12 if override_tflops is not None else peak_flops(name)
-        if peak is None:
-            logger.info("MFU is not reported: no peak rate is known for %r; [mixle] peak_tflops gives one", name)
+    def _device(self) -> dict[str, Any]:
+        monitor, peak = self.device_memory_monitor, self.rates.peak
+        return {
+            "name": monitor.device_name,
+            "memory_gib": monitor.device_capacity_gib,
+            "peak_tflops": None if peak is None else peak / 1e12,
+        }
+
+    def see_schedule(self, schedule: Any, microbatches: int) -> None:
+        """Derive the bubble from one of torch's pipeline schedules: from what its ranks will do, in order."""
+        if isinstance(schedule, PipelineScheduleSingle):  # torch 2.13's table of 1F1B names microbatches that are not
+            self.bubble = one_stage_bubble(self.parallel_dims.pp, microbatches)
         else:
-            logger.info("MFU is against %.1f TFLOP/s for %s", peak / 1e12, name)
-        return peak
+            self.bubble = bubble_share(actions_of(schedule), self.rates.recomputed_share)
 
     def should_log(self, step: int) -> bool:
         """TorchTitan asks on every rank at every step: the first time tells where this start of the run begins."""
-        for log in (self.train_log, self.validation_log):
+        logs = bool(super().should_log(step))
+        if self._first_step is None:
+            self._begin_at(step, reported=logs)
+        if not logs and self.losses is not None:
+            self.losses.forget()
+        return logs
+
+    def _begin_at(self, step: int, *, reported: bool) -> None:
+        for log in (self.train_log, self.validation_log, self.tensorboard):
             if log is not None:
                 log.start_at(step)
-        return bool(super().should_log(step))
+        if self.record is not None:
+            self.record.write(first_step=step)
+        self._first_step, self._step_before = step, step - 1
+        if not reported:  # its time, much of it compiling, must not be part of the first report
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()
+            self._restart_interval(step)
 
     def log(
         self,
@@ -75,44 +129,42 @@ class CausalLMMetrics(MetricsProcessor):
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
         """Report a step; `grad_norm` is the norm before clipping. Rates are over the time since the last report."""
+        seconds = time.perf_counter() - self.time_last_log
         extra = dict(extra_metrics or {})
         extra["n_tokens_seen"] = self._tokens_seen(int(extra.get("n_tokens_seen", 0)))
-        global_avg_loss, global_max_loss = self._from_last_stage(global_avg_loss, global_max_loss)
-        seconds = time.perf_counter() - self.time_last_log
-        rates = self._rates(seconds)
+        if self.losses is not None:
+            noted = self.losses.take(torch.device(utils.device_type))
+            global_max_loss = max_loss(noted, global_avg_loss, self.parallel_dims)
+        loss, worst = self._from_last_stage(global_avg_loss, global_max_loss)
+        steps = max(1, step - self._step_before)
+        rates = self.rates.over(self.ntokens_since_last_log, steps, seconds)
+        rates["data_loading_pct"] = 100 * sum(self.data_loading_times) / seconds
+        if self.bubble is not None:
+            rates["bubble_pct"] = 100 * self.bubble
         memory = self.device_memory_monitor.get_peak_stats()
-        loading_pct = 100 * sum(self.data_loading_times) / seconds
-        self.logger.log(
-            {
-                "loss_metrics/global_avg_loss": global_avg_loss,
-                "loss_metrics/global_max_loss": global_max_loss,
-                "grad_norm": grad_norm,
-                "throughput(tps)": rates["tokens_per_second_per_device"],
-                "time_metrics/data_loading(%)": loading_pct,
-                "memory/max_active(GiB)": memory.max_active_gib,
-                "memory/max_reserved(GiB)": memory.max_reserved_gib,
-                "tflops": rates["tflops_per_device"],
-                **({"mfu(%)": rates["mfu_pct"]} if "mfu_pct" in rates else {}),
-                **extra,
-            },
-            step,
-        )
+        record = {
+            "step": step,
+            "loss": loss,
+            "max_loss": worst,
+            "grad_norm": grad_norm,
+            "lr": extra.get("lr"),
+            "tokens_seen": extra["n_tokens_seen"],
+            "steps": steps,
+            **rates,
+            "memory_gib": memory.max_reserved_gib,
+            "memory_active_gib": memory.max_active_gib,
+        }
+        if step == self._first_step:
+            record["first_step"] = True  # of this start: it compiles and warms up
+        else:
+            self.summary.add(rates, steps)
         if self.train_log is not None:
-            self.train_log.append(
-                {
-                    "step": step,
-                    "loss": global_avg_loss,
-                    "max_loss": global_max_loss,
-                    "grad_norm": grad_norm,
-                    "lr": extra.get("lr"),
-                    "tokens_seen": extra["n_tokens_seen"],
-                    **rates,
-                    "data_loading_pct": loading_pct,
-                    "memory_gib": memory.max_reserved_gib,
-                }
-            )
-        self._print_step(step, global_avg_loss, grad_norm, rates, memory.max_reserved_gib)
-        self._restart_interval()
+            self.train_log.append(record)
+        self.logger.log(_by_tag(record, extra), step)
+        self._print_step(record)
+        self._doubt(rates.get("mfu_pct", 0.0))
+        self._restart_interval(step)
+        self.device_memory_monitor.reset_peak_stats()
 
     def _from_last_stage(self, *losses: float) -> list[float]:
         """The losses of the pipeline's last stage, on every stage."""
@@ -128,39 +180,41 @@ class CausalLMMetrics(MetricsProcessor):
     def _tokens_seen(self, counted_by_trainer: int) -> int:
         """Tokens of the whole run.
 
-        TorchTitan counts per rank, wrong once a run goes on with other ranks; the loader counts for all, but from zero
-        where its state was left out of a resume. Then what the trainer knew of before is added.
+        TorchTitan counts per rank, wrong once a run goes on with other ranks, and once for each rank that shares a
+        sequence. The loader counts for all, but from zero where its state was left out of a resume. Then what the
+        trainer knew of before is added.
         """
+        counted_by_trainer //= self.parallel_dims.cp
         if self.loader is None:
             return counted_by_trainer
         tokens = self.loader.tokens_seen()
         if self._tokens_before is None:
-            self._tokens_before = 0 if self.loader.resumed else counted_by_trainer // self.parallel_dims.cp - tokens
+            self._tokens_before = 0 if self.loader.resumed else counted_by_trainer - tokens
         return self._tokens_before + tokens
 
-    def _rates(self, seconds: float) -> dict[str, float]:
-        dims = self.parallel_dims
-        global_rate = self.ntokens_since_last_log * dims.dp_replicate * dims.dp_shard / seconds
-        per_device = global_rate / dims.world_size
-        rates = {
-            "tokens_per_second": global_rate,
-            "tokens_per_second_per_device": per_device,
-            "tflops_per_device": self.flops.total * per_device / 1e12,
-        }
-        if self.peak is not None:
-            rates["mfu_pct"] = 100 * self.flops.total * per_device / self.peak
-            rates["mfu_causal_pct"] = 100 * self.flops.causal_total * per_device / self.peak
-        return rates
-
-    def _print_step(self, step: int, loss: float, grad_norm: float, rates: dict[str, float], memory_gib: float) -> None:
+    def _print_step(self, record: dict[str, Any]) -> None:
         color = self.color
-        mfu = f"  {color.magenta}mfu: {rates['mfu_pct']:.2f}%" if "mfu_pct" in rates else ""
+        shares = {"mfu_pct": "mfu", "mfu_causal_pct": "causal", "hfu_pct": "hfu", "bubble_pct": "bubble"}
+        utilisation = "".join(f"  {name}: {record[key]:.2f}%" for key, name in shares.items() if key in record)
         logger.info(
-            f"{color.red}step: {step:2}  {color.green}loss: {loss:8.5f}  {color.orange}grad_norm: {grad_norm:7.4f}  "
-            f"{color.turquoise}memory: {memory_gib:5.2f}GiB  "
-            f"{color.blue}tokens/s: {rates['tokens_per_second']:,.0f}  "
-            f"{color.cyan}tflops: {rates['tflops_per_device']:,.2f}{mfu}{color.reset}"
+            f"{color.red}step: {record['step']:2}  {color.green}loss: {record['loss']:8.5f}  "
+            f"max: {record['max_loss']:8.5f}  {color.orange}grad_norm: {record['grad_norm']:7.4f}  "
+            f"{color.turquoise}memory: {record['memory_gib']:5.2f}GiB  "
+            f"{color.blue}tokens/s: {record['tokens_per_second']:,.0f} "
+            f"({record['tokens_per_second_per_device']:,.0f} a device)  {record['step_seconds']:.3f}s/step  "
+            f"data: {record['data_loading_pct']:.1f}%  "
+            f"{color.cyan}tflops: {record['tflops_per_device']:,.2f}{color.magenta}{utilisation}{color.reset}"
         )
+
+    def _doubt(self, mfu_pct: float) -> None:
+        """No device is faster than its peak: say so once if this one seems to be."""
+        if mfu_pct > 100 and not self._doubted:
+            self._doubted = True
+            logger.warning(
+                "MFU of %.0f%% cannot be: the peak of %s must be higher; [mixle] peak_tflops gives it",
+                mfu_pct,
+                self.device_memory_monitor.device_name,
+            )
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
         """Report the token-weighted validation loss."""
@@ -178,8 +232,61 @@ class CausalLMMetrics(MetricsProcessor):
         """Do not count the last `seconds` as time that training took."""
         self.time_last_log += seconds
 
-    def _restart_interval(self) -> None:
+    def close(self) -> None:
+        """Say what the run came to; TorchTitan calls this after the last step, and after a failure."""
+        line = self.summary.line()
+        if line is not None:
+            logger.info(line)
+            if self.record is not None:
+                self.record.write(summary={"steps": self.summary.steps, **self.summary.spreads()})
+        super().close()
+
+    def _restart_interval(self, step: int) -> None:
+        self._step_before = step
         self.ntokens_since_last_log = 0
         self.data_loading_times.clear()
         self.time_last_log = time.perf_counter()
-        self.device_memory_monitor.reset_peak_stats()
+
+
+def _without_tensorboard(job_config: JobConfig) -> JobConfig:
+    """TorchTitan's writer makes a new folder a start, and in a pipeline writes from the last stage's rank."""
+    return dataclasses.replace(job_config, metrics=dataclasses.replace(job_config.metrics, enable_tensorboard=False))
+
+
+def _both(first: BaseLogger, second: BaseLogger) -> LoggerContainer:
+    both = LoggerContainer()
+    both.add_logger(first)
+    both.add_logger(second)
+    return both
+
+
+def _model(args: CausalLMArgs, flops: Any, recomputed: int | None) -> dict[str, Any]:
+    counted = dataclasses.asdict(flops) | {"total": flops.total, "causal_total": flops.causal_total}
+    return {
+        "parameters": count_parameters(args),
+        "flops_per_token": counted | {"recomputed": recomputed},
+        "args": dataclasses.asdict(args),
+    }
+
+
+_TAGS = {
+    "loss": "loss_metrics/global_avg_loss",
+    "max_loss": "loss_metrics/global_max_loss",
+    "grad_norm": "grad_norm",
+    "tokens_per_second": "throughput/all_devices(tps)",
+    "tokens_per_second_per_device": "throughput(tps)",
+    "step_seconds": "time_metrics/end_to_end(s)",
+    "data_loading_pct": "time_metrics/data_loading(%)",
+    "bubble_pct": "time_metrics/bubble(%)",
+    "memory_active_gib": "memory/max_active(GiB)",
+    "memory_gib": "memory/max_reserved(GiB)",
+    "tflops_per_device": "tflops",
+    "mfu_pct": "mfu(%)",
+    "mfu_causal_pct": "mfu_causal(%)",
+    "hfu_pct": "hfu(%)",
+}
+
+
+def _by_tag(record: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """A report under TorchTitan's names, where it has one."""
+    return {tag: record[key] for key, tag in _TAGS.items() if key in record} | extra

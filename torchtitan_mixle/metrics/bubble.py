@@ -1,0 +1,85 @@
+"""The pipeline bubble: the share of their time that a schedule's ranks spend waiting. Plain data: no torch here."""
+
+from collections.abc import Sequence
+from typing import Any
+
+Action = tuple[int, str, int]
+"""(stage, kind, microbatch). Kinds: F forward, B backward, or I and W for its two halves (inputs and weights)."""
+
+_KINDS = "FBIW"
+
+
+def costs(recomputed: float = 0.0) -> dict[str, float]:
+    """Time of each kind of action in forward passes.
+
+    A backward pass is two: one for the gradients of inputs, one for those of weights. `recomputed` is the share of a
+    forward pass that is run again in front of it.
+    """
+    return {"F": 1.0, "B": 2.0 + recomputed, "I": 1.0 + recomputed, "W": 1.0}
+
+
+def bubble_share(orders: Sequence[Sequence[Action]], recomputed: float = 0.0) -> float:
+    """1 - busy time / (ranks x time until the last is done), if all stages are alike and sending costs nothing.
+
+    `orders` holds each rank's actions in the order it runs them: an action begins when its rank is free and what it
+    needs is there. `recomputed` is as in `costs`. Raises ValueError for orders that cannot be run to their end.
+    """
+    cost = costs(recomputed)
+    last = max((stage for order in orders for stage, _, _ in order), default=0)
+    done: dict[Action, float] = {}
+    clock = [0.0] * len(orders)
+    position = [0] * len(orders)
+    progress = True
+    while progress:
+        progress = False
+        for rank, order in enumerate(orders):
+            while position[rank] < len(order):
+                action = order[position[rank]]
+                needs = _needs(action, last)
+                if not all(need in done for need in needs):
+                    break
+                clock[rank] = max([clock[rank], *(done[need] for need in needs)]) + cost[action[1]]
+                done[_as_half(action)] = clock[rank]
+                position[rank] += 1
+                progress = True
+    if any(at < len(order) for at, order in zip(position, orders, strict=True)):
+        raise ValueError("these orders would wait for ever")
+    busy = sum(cost[kind] for order in orders for _, kind, _ in order)
+    return 1 - busy / (len(orders) * max(clock)) if busy else 0.0
+
+
+def _as_half(action: Action) -> Action:
+    """A whole backward pass gives the gradients of inputs that the stage before waits for."""
+    stage, kind, microbatch = action
+    return (stage, "I" if kind == "B" else kind, microbatch)
+
+
+def _needs(action: Action, last: int) -> list[Action]:
+    stage, kind, microbatch = action
+    if kind == "F":
+        return [(stage - 1, "F", microbatch)] if stage else []
+    if kind == "W":
+        return [(stage, "I", microbatch)]
+    following = [(stage + 1, "I", microbatch)] if stage < last else []
+    return [(stage, "F", microbatch), *following]
+
+
+def one_stage_bubble(ranks: int, microbatches: int) -> float:
+    """The share for GPipe and 1F1B, which wait equally long (Narayanan et al. 2021, section 2.2)."""
+    return (ranks - 1) / (microbatches + ranks - 1)
+
+
+def actions_of(schedule: Any) -> list[list[Action]]:
+    """What each rank computes, in order, under one of torch's schedules of several stages a rank."""
+    table = schedule.pipeline_order
+    return [_plain(table[rank]) for rank in sorted(table)]
+
+
+def _plain(order: Sequence[Any]) -> list[Action]:
+    """Without pauses and communication, which follow from the rest; overlapped pairs one after the other."""
+    single = [part for action in order if action is not None for part in (action.sub_actions or (action,))]
+    return [
+        (part.stage_index, part.computation_type.value, part.microbatch_index)
+        for part in single
+        if part.computation_type.value in _KINDS
+    ]

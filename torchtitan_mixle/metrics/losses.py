@@ -1,0 +1,79 @@
+"""The loss of each data-parallel rank by itself, for the maximum that a run reports."""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torchtitan.components.loss import IGNORE_INDEX, LossFunction
+from torchtitan.distributed import ParallelDims
+
+
+class NotedLoss:
+    """A loss function that adds up its results (sums over valid labels) and those labels, while training.
+
+    Nothing leaves the device, and the function itself may be compiled: what is noted is its result.
+    """
+
+    def __init__(self, loss_fn: LossFunction) -> None:
+        self.loss_fn = loss_fn
+        self._loss_sum: Tensor | None = None
+        self._labels: Tensor | None = None
+
+    def __call__(self, pred: Tensor, labels: Tensor) -> Tensor:
+        loss = self.loss_fn(pred, labels)
+        if torch.is_grad_enabled():
+            self.note(loss.detach(), (labels != IGNORE_INDEX).sum())
+        return loss
+
+    def note(self, loss_sum: Tensor, labels: Tensor) -> None:
+        """Add the loss of one pass or microbatch; under loss parallelism every rank holds it whole."""
+        if isinstance(loss_sum, DTensor):
+            loss_sum = loss_sum.full_tensor()
+        self._loss_sum = loss_sum if self._loss_sum is None else self._loss_sum + loss_sum
+        self._labels = labels if self._labels is None else self._labels + labels
+
+    def note_passes(self, schedule: Any) -> None:
+        """Take the losses from a pipeline schedule's passes, whose stages are given `loss_fn` itself.
+
+        They call it not on microbatches alone: to learn what will be sent, torch 2.13 runs the last stage on data that
+        is none.
+        """
+        run_pass = schedule.step
+
+        def step(*args: Any, target: Tensor | None = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Any:
+            result = run_pass(*args, target=target, losses=losses, **kwargs)
+            if target is not None and losses:
+                self.note(torch.stack(losses).detach().sum(), (target != IGNORE_INDEX).sum())
+            return result
+
+        schedule.step = step
+
+    def forget(self) -> None:
+        self._loss_sum = self._labels = None
+
+    def take(self, device: torch.device) -> Tensor:
+        """(loss sum, labels) since the last time, float64 (2,). A pipeline over FSDP leaves its loss on the CPU."""
+        nothing = torch.zeros((), device=device)
+        noted = [nothing if value is None else value.to(device) for value in (self._loss_sum, self._labels)]
+        self.forget()
+        return torch.stack([value.double() for value in noted])
+
+
+def max_loss(noted: Tensor, average: float, parallel_dims: ParallelDims) -> float:
+    """The largest of the data-parallel ranks' mean losses over a step, never below `average`, the mean over all.
+
+    `noted` is this rank's (loss sum, labels). The ranks that share a sequence have a part of both each; a rank without
+    a valid label has no mean.
+    """
+    if not math.isfinite(average):
+        return average
+    if (shares := parallel_dims.get_optional_mesh("cp")) is not None:
+        dist.all_reduce(noted, group=shares.get_group())
+    loss_sum, labels = noted
+    worst = torch.where(labels > 0, loss_sum / labels, -math.inf)
+    if (replicas := parallel_dims.get_optional_mesh("batch")) is not None:
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=replicas.get_group())
+    return max(average, worst.item())

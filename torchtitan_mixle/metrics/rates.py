@@ -1,0 +1,106 @@
+"""From tokens and seconds to what a run reports: throughput and utilisation."""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+
+from torchtitan_mixle.metrics.counting import FlopsPerToken, flops_per_token, recomputed_flops_per_token
+from torchtitan_mixle.metrics.hardware import peak_flops
+from torchtitan_mixle.model.args import CausalLMArgs
+from torchtitan_mixle.planning.stages import job_schedule, stage_modules
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What turns counts into rates: the model's FLOPs, the device's peak, the layout."""
+
+    flops: FlopsPerToken
+    recomputed: int | None
+    """FLOPs per token that are run again for the backward pass; None where that is not known."""
+    peak: float | None
+    """FLOP/s of one device; None where that is not known."""
+    dims: ParallelDims
+
+    @property
+    def recomputed_share(self) -> float:
+        """Of the blocks' forward pass, the share that is run again; 0 where that is not known."""
+        return (self.recomputed or 0) / ((self.flops.blocks + self.flops.attention) / 3)
+
+    def over(self, tokens: int, steps: int, seconds: float) -> dict[str, float]:
+        """Rates of `steps` steps in which each data-parallel rank trained on `tokens` tokens, of whole sequences."""
+        dims = self.dims
+        global_rate = tokens * dims.dp_replicate * dims.dp_shard / seconds
+        per_device = global_rate / dims.world_size
+        rates = {
+            "step_seconds": seconds / steps,
+            "tokens_per_second": global_rate,
+            "tokens_per_second_per_device": per_device,
+            "tflops_per_device": self.flops.total * per_device / 1e12,
+        }
+        if self.peak is not None:
+            rates["mfu_pct"] = 100 * self.flops.total * per_device / self.peak
+            rates["mfu_causal_pct"] = 100 * self.flops.causal_total * per_device / self.peak
+            if self.recomputed is not None:
+                rates["hfu_pct"] = 100 * (self.flops.total + self.recomputed) * per_device / self.peak
+        return rates
+
+
+def job_rates(job_config: JobConfig, dims: ParallelDims, args: CausalLMArgs, device_name: str) -> Rates:
+    """Of a job on devices of that name; says in the log what utilisation is measured against."""
+    seq_len = job_config.training.seq_len
+    return Rates(
+        flops_per_token(args, seq_len), recomputed_by(job_config, args), device_peak(job_config, device_name), dims
+    )
+
+
+def recomputed_by(job_config: Any, args: CausalLMArgs) -> int | None:
+    """FLOPs per token that the job's activation checkpointing runs again."""
+    options = job_config.activation_checkpoint
+    return recomputed_flops_per_token(
+        args,
+        job_config.training.seq_len,
+        mode=options.mode,
+        option=str(options.selective_ac_option),
+        early_stop=options.early_stop,
+        blocks_by_rank=_blocks_by_rank(job_config, args),
+    )
+
+
+def _blocks_by_rank(job_config: Any, args: CausalLMArgs) -> list[int]:
+    pp = job_config.parallelism.pipeline_parallel_degree
+    if pp == 1:
+        return [args.n_layer]
+    stages = stage_modules(args.n_layer, job_config.parallelism)
+    v_shaped = job_schedule(job_config.parallelism).v_shaped
+    blocks = [0] * pp
+    for number, stage in enumerate(stages):
+        rank = min(number, 2 * pp - 1 - number) if v_shaped else number % pp
+        blocks[rank] += sum(name.startswith("blocks.") for name in stage)
+    return blocks
+
+
+def computes_in_float8(job_config: Any) -> bool:
+    """Whether linear layers run on float8 units, rather than imitate them."""
+    return "float8" in job_config.model.converters and not job_config.quantize.linear.float8.emulate
+
+
+def device_peak(job_config: Any, name: str) -> float | None:
+    """The peak that the job's utilisation is measured against, in FLOP/s; None, and a line that says so, if unknown."""
+    float8 = computes_in_float8(job_config)
+    dtype = "float8" if float8 else "bfloat16"
+    if (given := job_config.mixle.peak_tflops) is not None:
+        logger.info("MFU is against the %.1f TFLOP/s of [mixle] peak_tflops, for %s", given, name)
+        return float(given) * 1e12
+    peak = peak_flops(name, float8=float8)
+    if peak is None:
+        logger.info(
+            "MFU is not reported: no peak rate is known for %r in %s; [mixle] peak_tflops gives one", name, dtype
+        )
+    else:
+        logger.info("MFU is against %.1f TFLOP/s, the dense %s peak of %s", peak / 1e12, dtype, name)
+    return peak
