@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import BRIEF, TINY, build_trainer
+from tests.jobs import BRIEF, TINY, build_trainer, job_config
 from tests.ranks import RankPool
+from torchtitan_mixle.metrics.counting import flops_per_token
+from torchtitan_mixle.metrics.rates import recomputed_by
+from torchtitan_mixle.model.args import args_of
 
 SHARD = "parallelism.data_parallel_shard_degree"
 TENSOR = "parallelism.tensor_parallel_degree"
@@ -109,3 +112,49 @@ def test_memory_budget(layout: str, ranks: RankPool, tmp_path: Path) -> None:
     budget = {"activation_checkpoint.mode": "memory_budget", "compile.enable": True}
     result = run(ranks, layout, budget, tmp_path / "budget")
     assert [loss for loss, _ in result["log"]] == pytest.approx([loss for loss, _ in plain["log"]], abs=1e-5)
+
+
+def compiled_flops(jobs: list[dict[str, Any]]) -> list[int]:
+    """For each job: FLOPs of the compiler's graphs, as often as they run in a step on this rank."""
+    from torch._dynamo import reset
+
+    from tests.flops import counting_backend
+
+    name, runs = counting_backend()
+    results = []
+    for job in jobs:
+        reset()
+        trainer = build_trainer(job | {"compile.enable": True, "compile.backend": name})
+        batches = trainer.batch_generator(trainer.dataloader)
+        for _ in range(2):
+            runs.clear()
+            trainer.step += 1
+            trainer.train_step(batches)
+        trainer.close()
+        results.append(sum(runs))
+    return results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["1", "tp2"])
+def test_compiled_blocks_compute_what_the_closed_form_says(layout: str, ranks: RankPool, tmp_path: Path) -> None:
+    world_size, degrees = LAYOUTS[layout]
+    early = RECOMPUTATION["full"] | {"activation_checkpoint.early_stop": True}
+    jobs = [TINY | degrees | way | {"job.dump_folder": str(tmp_path)} for way in (*RECOMPUTATION.values(), early)]
+    by_rank = ranks.run(compiled_flops, world_size, jobs)
+    for i, job in enumerate(jobs):
+        config = job_config(job | {"compile.enable": True})
+        args = args_of(config)
+        flops, recomputed = flops_per_token(args, config.training.seq_len), recomputed_by(config, args)
+        assert recomputed is not None
+        tokens = TINY["training.global_batch_size"] * TINY["training.seq_len"]
+        # The head is not compiled.
+        assert sum(rank[i] for rank in by_rank) == (flops.blocks + flops.attention + recomputed) * tokens, job
+
+
+def test_what_nobody_can_say_is_not_reported() -> None:
+    split = {"parallelism.pipeline_parallel_degree": 2, "parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}
+    config = job_config(TINY | RECOMPUTATION["full"] | split)
+    assert recomputed_by(config, args_of(config)) is None
+    config = job_config(TINY | split)
+    assert recomputed_by(config, args_of(config)) == 0

@@ -67,11 +67,11 @@ def recomputed_blocks(mode: str, option: str, blocks_by_rank: Sequence[int]) -> 
     """Blocks whose forward pass runs again for the backward pass; None where the compiler alone decides which.
 
     `mode` and `option` are TorchTitan's activation_checkpoint.mode and .selective_ac_option. Every n-th block is
-    counted on each pipeline rank by itself, over all the blocks it has.
+    counted on each pipeline rank by itself, over all the blocks it has. By op ("op") no matrix product runs again.
     """
-    if mode == "none":
+    if mode == "none" or (mode == "selective" and option == "op"):
         return 0
-    if mode == "full" or (mode == "selective" and option == "op"):
+    if mode == "full":
         return sum(blocks_by_rank)
     if mode == "selective":
         return sum(blocks // int(option) for blocks in blocks_by_rank)
@@ -84,20 +84,17 @@ def recomputed_flops_per_token(
     *,
     mode: str,
     option: str = "op",
-    early_stop: bool = False,
+    without_last_product: bool = False,
     blocks_by_rank: Sequence[int] | None = None,
 ) -> int | None:
     """FLOPs per trained token that activation checkpointing adds; None where the compiler alone decides.
 
-    A block's forward pass is 24 d^2 for its linear layers and 4 d T for attention. By op ("op"), attention is saved;
-    linear layers are not, since they add their bias in the same operator (addmm), which is not among those saved.
-    `early_stop` leaves out the block's last product (8 d^2), whose result no gradient needs. What a compiler saves
-    beyond that is not known here, nor that a fused attention kernel's backward pass computes its scores again.
+    A block's forward pass is 24 d^2 for its linear layers and 4 d T for attention. Recomputation can leave out the
+    block's last product (8 d^2), whose result no gradient needs. What a fused attention kernel's backward pass computes
+    again inside is not counted, as it is not in published figures.
     """
     blocks = recomputed_blocks(mode, option, blocks_by_rank or [shape.n_layer])
     if blocks is None:
         return None
     d = shape.d_model
-    linear = 24 * d * d - (8 * d * d if early_stop else 0)
-    by_op = mode == "selective" and option == "op"
-    return blocks * (linear + (0 if by_op else 4 * d * seq_len))
+    return blocks * ((16 if without_last_product else 24) * d * d + 4 * d * seq_len)

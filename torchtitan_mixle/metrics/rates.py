@@ -10,6 +10,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan_mixle.metrics.counting import FlopsPerToken, flops_per_token, recomputed_flops_per_token
 from torchtitan_mixle.metrics.hardware import peak_flops
 from torchtitan_mixle.model.args import CausalLMArgs
+from torchtitan_mixle.planning.check import compiles_model
 from torchtitan_mixle.planning.stages import job_schedule, stage_modules
 
 logger = logging.getLogger(__name__)
@@ -59,14 +60,20 @@ def job_rates(job_config: JobConfig, dims: ParallelDims, args: CausalLMArgs, dev
 
 
 def recomputed_by(job_config: Any, args: CausalLMArgs) -> int | None:
-    """FLOPs per token that the job's activation checkpointing runs again."""
-    options = job_config.activation_checkpoint
+    """FLOPs per token that the job's activation checkpointing runs again; None where nobody can say."""
+    options, parallelism = job_config.activation_checkpoint, job_config.parallelism
+    pipelined = parallelism.pipeline_parallel_degree > 1
+    if options.mode != "none" and pipelined and job_schedule(parallelism).splits_backward:
+        return None  # it goes through a block as often as torch's splitting finds necessary, computing each time
+    compiled = compiles_model(job_config)
+    # With tensor parallelism a whole compiled block is run again, see `parallelize`.
+    into_the_graph = compiled and parallelism.tensor_parallel_degree == 1
     return recomputed_flops_per_token(
         args,
         job_config.training.seq_len,
         mode=options.mode,
         option=str(options.selective_ac_option),
-        early_stop=options.early_stop,
+        without_last_product=into_the_graph or (options.early_stop and not compiled),
         blocks_by_rank=_blocks_by_rank(job_config, args),
     )
 

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 # Selective checkpointing by op keeps what is dear to compute again and recomputes the rest.
 _SAVED_OPS = {
     torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,  # a linear layer with a bias
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,

@@ -59,6 +59,11 @@ def build_pipeline(
     if dist.get_rank() == 0:
         for number, stage in enumerate(names):
             logger.info("Pipeline stage %s of %s: %s", number, len(names), ", ".join(stage))
+        if job_schedule(parallelism).splits_backward and job_config.activation_checkpoint.mode != "none":
+            logger.warning(
+                "The schedule computes the gradients of inputs and of weights apart, and recomputes a block for each "
+                "part of them: several times as much as with 1F1B or Interleaved1F1B"
+            )
     # There are no experts to overlap; TorchTitan would run forward and backward in two threads all the same.
     parallelism.pipeline_parallel_expert_parallel_overlap = False
     stages, parts = pipeline_module_split(model, mesh, splitter_name(parallelism), device, names)
