@@ -140,9 +140,10 @@ def compiled_flops(jobs: list[dict[str, Any]]) -> list[int]:
 def test_compiled_blocks_compute_what_the_closed_form_says(layout: str, ranks: RankPool, tmp_path: Path) -> None:
     world_size, degrees = LAYOUTS[layout]
     early = RECOMPUTATION["full"] | {"activation_checkpoint.early_stop": True}
-    jobs = [TINY | degrees | way | {"job.dump_folder": str(tmp_path)} for way in (*RECOMPUTATION.values(), early)]
+    ways = [*(RECOMPUTATION[name] for name in ("none", "full", "every second")), early]
+    jobs = [TINY | degrees | way | {"job.dump_folder": str(tmp_path)} for way in ways]
     by_rank = ranks.run(compiled_flops, world_size, jobs)
-    for i, job in enumerate(jobs):
+    for i, job in enumerate(jobs):  # by op, torch's partitioner fails where inductor does not prepare the graph for it
         config = job_config(job | {"compile.enable": True})
         args = args_of(config)
         flops, recomputed = flops_per_token(args, config.training.seq_len), recomputed_by(config, args)
@@ -154,6 +155,7 @@ def test_compiled_blocks_compute_what_the_closed_form_says(layout: str, ranks: R
 
 def test_what_nobody_can_say_is_not_reported() -> None:
     split = {"parallelism.pipeline_parallel_degree": 2, "parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}
+    split |= {f"parallelism.pipeline_parallel_{end}_stage_less_layers": 0 for end in ("first", "last")}
     config = job_config(TINY | RECOMPUTATION["full"] | split)
     assert recomputed_by(config, args_of(config)) is None
     config = job_config(TINY | split)

@@ -439,7 +439,7 @@ def test_disk_full(kind: str, mixle: tuple[LM, Path, Path], tmp_path: Path, caps
 
 
 MEASURE = """
-import sys, threading, time
+import ctypes, sys, threading
 from pathlib import Path
 from torchtitan_mixle.cli.main import main
 
@@ -450,6 +450,7 @@ def anonymous():
     return int(line.split()[1]) * 1024
 
 def peak(*words):
+    ctypes.CDLL(None).malloc_trim(0)  # what the command before has freed is not this one's
     seen, ended = [anonymous()], threading.Event()
     def watch():
         while not ended.wait(0.002):
@@ -459,7 +460,7 @@ def peak(*words):
     assert main(list(words)) == 0
     ended.set()
     watcher.join()
-    return max(seen)
+    return max(seen) - seen[0]
 
 for name in ("small", "large"):
     print(
@@ -473,7 +474,7 @@ for name in ("small", "large"):
 
 @pytest.mark.slow
 def test_memory_holds_the_model_once(tmp_path: Path) -> None:
-    """Peak memory (without mapped files, which the system can drop) over that of a small model."""
+    """Peak memory of each command, without mapped files, which the system can drop; a small model loads the code."""
     LM(10, d_model=8, n_layer=1, n_head=1, block=8).save(str(tmp_path / "small.pt"))
     large = LM(4000, d_model=512, n_layer=20, n_head=8, block=128)
     size = sum(p.numel() * 4 for p in large.module.parameters())
@@ -481,10 +482,10 @@ def test_memory_holds_the_model_once(tmp_path: Path) -> None:
     large.save(str(tmp_path / "large.pt"))
     words = [sys.executable, "-c", MEASURE]
     run = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=300)
-    small, big = ([int(n) for n in line.split()] for line in run.stdout.splitlines() if line[0].isdigit())
-    copies = [(b - s) / size for s, b in zip(small, big, strict=True)]
+    _, peaks = ([int(n) for n in line.split()] for line in run.stdout.splitlines() if line[0].isdigit())
+    copies = [peak / size for peak in peaks]
     print("copies in memory:", copies)
-    assert max(copies) < 1.25, copies
+    assert max(copies) < 1.5, copies  # one, and what the reading and writing of single tensors leaves in the heap
     assert min(copies[1:]) > 0.9, copies  # the measurement measures: these do hold the model (the first maps its file)
 
 
