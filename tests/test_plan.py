@@ -161,6 +161,17 @@ def test_options(overrides: dict[str, Any], on_accelerator: bool, message: str |
             check_options(*arguments, on_accelerator=on_accelerator)
 
 
+def test_heads_that_no_flash_kernel_takes() -> None:
+    config = job_config({"parallelism.context_parallel_degree": 2})
+    check_options(config, args_of(config), run_plan(config, 2), on_accelerator=True)
+    odd = Flavor(vocab_size=64, d_model=60, n_layer=4, n_head=6, block=40)
+    check_options(config, odd, run_plan(config, 2), on_accelerator=False)
+    with pytest.raises(
+        ConfigError, match=r"d_model=60 / n_head=6 = 10 with .*context_parallel_degree=2: .* multiple of 8"
+    ):
+        check_options(config, odd, run_plan(config, 2), on_accelerator=True)
+
+
 def test_offloaded_gradients_do_not_cross_a_pipeline() -> None:
     config = job_config({"training.enable_cpu_offload": True, "parallelism.pipeline_parallel_degree": 2})
     with pytest.raises(ConfigError, match=r"enable_cpu_offload leaves gradients on the CPU"):

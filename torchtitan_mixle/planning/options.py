@@ -15,6 +15,8 @@ def check_options(job_config: Any, shape: ModelShape, plan: RunPlan, *, on_accel
     _check_activation_checkpoint(job_config, plan)
     _check_data_parallel(job_config, plan)
     _check_machine(job_config, on_accelerator)
+    if on_accelerator and plan.context_parallel_degree > 1:
+        _check_head_size(shape, plan)
     if job_config.parallelism.enable_async_tensor_parallel:
         _check_async_tp(job_config, plan, on_accelerator)
     if "float8" in job_config.model.converters:
@@ -58,6 +60,17 @@ def _check_data_parallel(job_config: Any, plan: RunPlan) -> None:
         raise ConfigError(
             "optimizer.early_step_in_backward updates parameters before the gradient norm is known and before "
             "accumulation ends: clipping, the reported norm and the step would be wrong; set it to false"
+        )
+
+
+def _check_head_size(shape: ModelShape, plan: RunPlan) -> None:
+    """The flash kernels themselves, without what torch puts around them, take heads of a multiple of 8."""
+    head_size = shape.d_model // shape.n_head
+    if head_size % 8:
+        raise ConfigError(
+            f"heads of d_model={shape.d_model} / n_head={shape.n_head} = {head_size} with "
+            f"parallelism.context_parallel_degree={plan.context_parallel_degree}: a GPU's flash attention needs a "
+            f"multiple of 8; use another flavor, or context_parallel_degree=1"
         )
 
 
