@@ -57,11 +57,11 @@ class RankPool:
             replies = self._replies(world_size)
         failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in sorted(replies.items()) if not ok]
         if silent := sorted(set(range(world_size)) - set(replies)):
-            # They wait for a rank that failed, or hang: their processes are of no use any more.
+            # They wait for a rank that failed, or hang.
             failures.append(f"ranks {silent} of {world_size} did not answer")
+        if failures:  # what is left of a failed case must not be part of the next one
             self.close(kill=True)
             self._start()
-        if failures:
             raise RankFailure("\n".join(failures))
         return [replies[rank][1] for rank in range(world_size)]
 
@@ -109,6 +109,7 @@ def _serve(connection: Connection, rank: int) -> None:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
         try:
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+            dist.barrier()  # a rank that has nothing to say must not leave while another is still connecting to it
             reply = (True, function(*args))
         except BaseException:
             reply = (False, traceback.format_exc())

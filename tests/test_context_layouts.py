@@ -58,12 +58,32 @@ def one_process(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> di
     return ranks.run(steps_with_gradients, 1, job)[0]
 
 
+SHALLOW = {"model.flavor": "shallow"}
+"""Two blocks, where there are no stages that need more."""
+
+
+@pytest.fixture(scope="module")
+def shallow_process(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    job = TINY | SHALLOW | {"training.local_batch_size": 8, "job.dump_folder": str(tmp_path_factory.mktemp("two"))}
+    return ranks.run(steps_with_gradients, 1, job)[0]
+
+
 @pytest.mark.parametrize(("layout", "method", "order"), MATRIX)
 def test_layout(
-    layout: str, method: str, order: str, one_process: dict[str, Any], ranks: RankPool, tmp_path: Path
+    layout: str,
+    method: str,
+    order: str,
+    one_process: dict[str, Any],
+    shallow_process: dict[str, Any],
+    ranks: RankPool,
+    tmp_path: Path,
 ) -> None:
     world_size, degrees = LAYOUTS[layout]
-    check(ranks, tmp_path, one_process, world_size, degrees | {METHOD: method, ORDER: order})
+    job = degrees | {METHOD: method, ORDER: order}
+    if PIPELINE in degrees:
+        check(ranks, tmp_path, one_process, world_size, job)
+    else:
+        check(ranks, tmp_path, shallow_process, world_size, job | SHALLOW)
 
 
 @pytest.fixture(scope="module")
