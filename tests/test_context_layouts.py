@@ -97,6 +97,10 @@ BY_OP = {"activation_checkpoint.mode": "selective", "activation_checkpoint.selec
 COMPILE = {"compile.enable": True, "compile.backend": "aot_eager"}
 VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
     "accumulation": (2, {CONTEXT: 2, METHOD: "ring", "training.local_batch_size": 2}),
+    "an order against the load balancer": (
+        2,
+        {CONTEXT: 2, ORDER: "headtail", "parallelism.context_parallel_load_balancer": None},
+    ),
     "replicas": (4, {CONTEXT: 2, REPLICATE: 2, SHARD: 1, METHOD: "ring"}),
     "full recomputation, ring": (2, FULL | {CONTEXT: 2, METHOD: "ring"}),
     "full recomputation, pipeline": (4, FULL | {CONTEXT: 2, PIPELINE: 2, METHOD: "allgather"}),

@@ -102,7 +102,8 @@ def _product_flops(output: Sequence[int], name: str) -> int:
 
 def context_attend(method: str, order: str, group: dist.ProcessGroup) -> Callable[[Tensor, float | None], Tensor]:
     """Attention over the tokens of all ranks of `group`: (qkv (B, t, H, 3, D), scale) -> (B, t, H, D)."""
-    name = f"{method}, {order}, {group.group_name}"
+    # The compiler's cache knows an operator by its arguments, so all that its results' shapes depend on is in the name.
+    name = f"{method}, {order}, {group.size()} ranks, {group.group_name}"
     _IN_USE[name] = METHODS[method](group, order)
 
     def attend_across(qkv: Tensor, scale: float | None) -> Tensor:
@@ -115,8 +116,8 @@ def context_attend(method: str, order: str, group: dist.ProcessGroup) -> Callabl
 def apply_cp(model: CausalLM, parallel_dims: ParallelDims, job_config: JobConfig) -> None:
     """Let the blocks of `model` attend to the tokens of all ranks of the context-parallel mesh."""
     order = sequence_order(job_config)
-    if order == "contiguous":
-        job_config.parallelism.context_parallel_load_balancer = None  # which a TOML file has no word for
+    # By this the trainer deals out the tokens; a TOML file has no word for None.
+    job_config.parallelism.context_parallel_load_balancer = None if order == "contiguous" else order
     attend_across = context_attend(
         job_config.mixle.context_parallel_method, order, parallel_dims.get_mesh("cp").get_group()
     )

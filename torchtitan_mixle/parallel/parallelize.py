@@ -129,8 +129,9 @@ def _columns_if_rows_are_uneven(parameter: nn.Parameter) -> Shard | None:
     Where tensor-parallel ranks hold unequal numbers of rows and FSDP cuts these again, DTensor (torch 2.13) is wrong
     about which rows the last ranks have: neither initial weights nor checkpoints would fit.
     """
-    uneven = isinstance(parameter, DTensor) and parameter.shape[0] % parameter.device_mesh.size()
-    return Shard(1) if uneven and parameter.dim() == 2 else None
+    if not isinstance(parameter, DTensor) or parameter.dim() != 2 or not parameter.placements[0].is_shard(0):
+        return None
+    return Shard(1) if parameter.shape[0] % parameter.device_mesh.size() else None
 
 
 def apply_ddp(model: CausalLM, parallel_dims: ParallelDims, job_config: JobConfig) -> None:

@@ -37,6 +37,11 @@ class RunPlan:
         return self.data_parallel_replicate_degree * self.data_parallel_shard_degree
 
     @property
+    def shards_parameters(self) -> bool:
+        """Whether there is FSDP: over ranks with other samples, or over those that share a sequence."""
+        return self.context_parallel_degree > 1 or self.data_parallel_degree > self.data_parallel_replicate_degree
+
+    @property
     def samples_per_step(self) -> int:
         if self.global_batch_size < 0:
             return self.local_batch_size * self.data_parallel_degree

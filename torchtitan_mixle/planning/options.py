@@ -36,6 +36,12 @@ def _check_activation_checkpoint(job_config: Any, plan: RunPlan) -> None:
             'activation_checkpoint.mode="memory_budget" is carried out by the compiler; '
             'set compile.enable=true with "model" in compile.components, or use "full" or "selective"'
         )
+    if options.mode == "memory_budget" and plan.context_parallel_degree > 1:
+        raise ConfigError(
+            f'activation_checkpoint.mode="memory_budget" with parallelism.context_parallel_degree='
+            f"{plan.context_parallel_degree}: torch's partitioner does not weigh attention over ranks, and would run "
+            f'its communication again; use "full" or "selective"'
+        )
     if options.mode == "memory_budget" and plan.tensor_parallel_degree > 1:
         raise ConfigError(
             f'activation_checkpoint.mode="memory_budget" with parallelism.tensor_parallel_degree='
@@ -45,8 +51,7 @@ def _check_activation_checkpoint(job_config: Any, plan: RunPlan) -> None:
 
 
 def _check_data_parallel(job_config: Any, plan: RunPlan) -> None:
-    sharded = plan.data_parallel_degree > plan.data_parallel_replicate_degree
-    if job_config.training.enable_cpu_offload and not sharded:
+    if job_config.training.enable_cpu_offload and not plan.shards_parameters:
         raise ConfigError(
             "training.enable_cpu_offload needs FSDP, which moves the parameters; "
             "set parallelism.data_parallel_shard_degree to 2 or more, or switch it off"

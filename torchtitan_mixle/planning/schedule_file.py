@@ -130,7 +130,7 @@ def read_schedule(path: str) -> FileSchedule:
     name = f"parallelism.pipeline_parallel_schedule_csv={path!r}"
     try:
         with Path(path).open(newline="", encoding="utf-8") as file:
-            rows = [row for row in csv.reader(file) if row]
+            rows = list(csv.reader(file))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ConfigError(f"{name} cannot be read ({reason}); give a CSV file, or unset the key") from None

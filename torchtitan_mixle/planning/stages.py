@@ -207,12 +207,11 @@ def check_pipeline(job_config: Any, shape: ModelShape, plan: RunPlan) -> None:
 def _check_split_backward(name: str, job_config: Any, plan: RunPlan) -> None:
     """Refuse what cannot go through a graph twice: compiled code, blocks recomputed by op, parameters gathered anew."""
     checkpoint = job_config.activation_checkpoint
-    sharded = plan.data_parallel_degree > plan.data_parallel_replicate_degree
     if checkpoint.mode == "selective" and checkpoint.selective_ac_option == "op":
         what, remedy = 'activation_checkpoint.selective_ac_option="op"', 'activation_checkpoint.mode="full"'
     elif job_config.compile.enable:
         what, remedy = "compile.enable=true", "compile.enable=false"
-    elif sharded and job_config.parallelism.fsdp_reshard_after_forward == "always":
+    elif plan.shards_parameters and job_config.parallelism.fsdp_reshard_after_forward == "always":
         what, remedy = 'parallelism.fsdp_reshard_after_forward="always"', '"default"'
     else:
         return
