@@ -253,7 +253,7 @@ FILE_CASES: list[tuple[str, dict[str, Any], str | None]] = [
     (GOOD_FILE, {}, None),
     (GOOD_FILE, {SCHEDULE: "PipelineScheduleSingle"}, None),
     (SPLIT_FILE, {}, None),
-    ("0F0,0F1,(3F0;3B0)OVERLAP_F_B,3F1,3B1,0B0,0B1\n1F0,1F1,2F0,2F1,2B0,2B1,1B0,1B1\n", {}, None),
+    ("0F0,0F1,3F0,(3F1;3B0)OVERLAP_F_B,3B1,0B0,0B1\n1F0,1F1,2F0,2F1,2B0,2B1,1B0,1B1\n", {}, None),
     ("0F0,0F1,0B0,0B1\n1F0,1B0\n", {}, "runs 1 microbatches forward on stage 1, and the job makes 2"),
     (
         GOOD_FILE,
@@ -264,6 +264,12 @@ FILE_CASES: list[tuple[str, dict[str, Any], str | None]] = [
     ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1I1\n", {}, "does not run each microbatch of stage 1 backward once"),
     ("0F0,0F1,0B0,0B1\n1B0,1F0,1F1,1B1\n", {}, r"cannot be run to its end: 0B0 on rank 0, 1B0 on rank 1 would wait"),
     ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", {}, r"cannot be run to its end: 0B0 on rank 0, 1F1 on rank 1 would wait"),
+    (
+        "0F0,0F1,3F0,3B0,3F1,3B1,0B0,0B1\n1F0,(1F1;2F1)OVERLAP_F_B,2F0,2B0,2B1,1B0,1B1\n",
+        {},
+        r"cannot be run to its end: 3F0 on rank 0, 1F1 with 2F1 on rank 1 would wait",
+    ),
+    ("0F0,0F1,0B0,0B1\n\n1F0,1B0,1F1,1B1\n", {}, "has 3 lines, and pipeline_parallel_degree=2 needs one a rank"),
     ("0F0,0F1,0B0,0B1\n", {}, "has 1 lines, and pipeline_parallel_degree=2 needs one a rank"),
     ("1F0,1B0,1F1,1B1\n0F0,0F1,0B0,0B1\n", {}, "runs stages 1 of 2 on rank 0; stages must be dealt out in turn"),
     ("0F0,1F0,0B0\n2F0,2B0\n", {}, "runs stages 0, 1 of 3 on rank 0; stages must be dealt out in turn"),

@@ -31,8 +31,13 @@ class FileSchedule:
 
     name: str
     """For messages: the TOML key with its value."""
-    actions: list[list[Action]]
-    """By rank, in order."""
+    cells: list[list[tuple[Action, ...]]]
+    """By rank, in order: one action, two that overlap, or none."""
+
+    @property
+    def actions(self) -> list[list[Action]]:
+        """By rank, in order, overlapping ones one after the other."""
+        return [[action for cell in row for action in cell] for row in self.cells]
 
     @property
     def n_stages(self) -> int:
@@ -95,7 +100,7 @@ class FileSchedule:
         """Run the file in thought: whatever waits for ever here would do so on the ranks."""
         last = self.n_stages - 1
         done: set[tuple[int, str, int]] = set()
-        position = [0] * len(self.actions)
+        position = [0] * len(self.cells)
 
         def ready(action: Action) -> bool:
             stage, kind, microbatch = action
@@ -108,17 +113,16 @@ class FileSchedule:
         progress = True
         while progress:
             progress = False
-            for rank, row in enumerate(self.actions):
-                while position[rank] < len(row) and ready(row[position[rank]]):
-                    stage, kind, microbatch = row[position[rank]]
-                    done.add((stage, "I" if kind == "B" else kind, microbatch))
+            for rank, row in enumerate(self.cells):
+                while position[rank] < len(row) and all(map(ready, row[position[rank]])):
+                    for stage, kind, microbatch in row[position[rank]]:
+                        done.add((stage, "I" if kind == "B" else kind, microbatch))
                     position[rank] += 1
                     progress = True
-        stuck = [
-            f"{row[at]} on rank {r}"
-            for r, (row, at) in enumerate(zip(self.actions, position, strict=True))
-            if at < len(row)
+        waiting = [
+            (rank, row[at]) for rank, (row, at) in enumerate(zip(self.cells, position, strict=True)) if at < len(row)
         ]
+        stuck = [f"{' with '.join(map(str, cell))} on rank {rank}" for rank, cell in waiting]
         if stuck:
             raise ConfigError(
                 f"{self.name} cannot be run to its end: {', '.join(stuck)} would wait for ever; reorder it"
@@ -134,10 +138,10 @@ def read_schedule(path: str) -> FileSchedule:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ConfigError(f"{name} cannot be read ({reason}); give a CSV file, or unset the key") from None
-    actions = [[action for cell in row for action in _actions(cell.strip(), name)] for row in rows]
-    if not any(actions):
+    cells = [[tuple(_actions(cell.strip(), name)) for cell in row] for row in rows]
+    if not any(any(row) for row in cells):
         raise ConfigError(f"{name} has no actions; give one line a rank, with cells like 0F0")
-    return FileSchedule(name, actions)
+    return FileSchedule(name, cells)
 
 
 def _actions(cell: str, name: str) -> list[Action]:
