@@ -3,7 +3,7 @@
 import copy
 import json
 import zlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -104,10 +104,14 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
 
 
-def steps_with_gradients(overrides: dict[str, Any], *, ignored: float = 0.0) -> dict[str, Any]:
+HideLabels = Callable[[Tensor, list[int]], Tensor]
+"""A sample's labels (T,) and its tokens -> the labels with some of them -100."""
+
+
+def steps_with_gradients(overrides: dict[str, Any], hide: HideLabels | None = None) -> dict[str, Any]:
     """Initial weights, per-step loss and pre-clip norm, step-1 gradients, and the ids each step's batches held.
 
-    A share `ignored` of the labels is -100, the same labels in every layout, and some samples have no label at all.
+    What `hide` makes of a sample's labels must depend on the sample alone, so that it is the same in every layout.
     """
     from torchtitan_mixle.model.init import plain_name
 
@@ -129,7 +133,7 @@ def steps_with_gradients(overrides: dict[str, Any], *, ignored: float = 0.0) -> 
         norms.append(norm),
         report(step, loss, max_loss, norm, **kw),
     )
-    batches = trainer.batch_generator(_watch(trainer.dataloader, ids, ignored))
+    batches = trainer.batch_generator(_watch(trainer.dataloader, ids, hide))
     while trainer.should_continue_training():
         trainer.step += 1
         trainer.train_step(batches)
@@ -157,19 +161,19 @@ def whole_state(trainer: Any, only: Collection[str] = ()) -> dict[str, Tensor]:
     return {name: full(p) for name, p in named if not only or name in only}
 
 
-def _watch(loader: Any, seen: list[list[int]], ignored: float) -> Any:
+def _watch(loader: Any, seen: list[list[int]], hide: HideLabels | None) -> Any:
     """Pass batches on, with labels ignored, and note each sample's tokens as one row."""
     for inputs, labels in loader:
         rows = torch.cat([inputs["input"], labels[:, -1:]], dim=1).tolist()
         seen += rows
-        if ignored:
-            labels = torch.stack([_ignore(y, row, ignored) for y, row in zip(labels, rows, strict=True)])
+        if hide is not None:
+            labels = torch.stack([hide(y, row) for y, row in zip(labels, rows, strict=True)])
         yield inputs, labels
 
 
-def _ignore(labels: Tensor, sample: list[int], share: float) -> Tensor:
-    """Which labels go depends on the sample alone, the same in every layout; one sample in four loses all of them."""
+def hide_three_in_ten(labels: Tensor, sample: list[int]) -> Tensor:
+    """Labels without 30 % of them, and one sample in four without any."""
     generator = torch.Generator().manual_seed(zlib.crc32(repr(sample).encode()))
     if torch.rand((), generator=generator) < 0.25:
         return torch.full_like(labels, IGNORE_INDEX)
-    return labels.masked_fill(torch.rand(labels.shape, generator=generator) < share, IGNORE_INDEX)
+    return labels.masked_fill(torch.rand(labels.shape, generator=generator) < 0.3, IGNORE_INDEX)

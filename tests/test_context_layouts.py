@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torchtitan.components.loss import IGNORE_INDEX
 
 from tests import test_layouts, test_pipeline
 from tests.jobs import BRIEF, TINY, build_trainer, job_config, metrics_of, read_lines, steps_with_gradients, train
@@ -52,20 +54,29 @@ def check(
     return results
 
 
-@pytest.fixture(scope="module")
-def one_process(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    job = TINY | {"training.local_batch_size": 8, "job.dump_folder": str(tmp_path_factory.mktemp("one"))}
-    return ranks.run(steps_with_gradients, 1, job)[0]
-
-
 SHALLOW = {"model.flavor": "shallow"}
 """Two blocks, where there are no stages that need more."""
 
 
+def alone(ranks: RankPool, folder: Path, more: dict[str, Any]) -> dict[str, Any]:
+    """The job in one process."""
+    job = TINY | {"training.local_batch_size": 8, "job.dump_folder": str(folder)}
+    return ranks.run(steps_with_gradients, 1, job | more)[0]
+
+
+@pytest.fixture(scope="module")
+def one_process(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return alone(ranks, tmp_path_factory.mktemp("one"), {})
+
+
 @pytest.fixture(scope="module")
 def shallow_process(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    job = TINY | SHALLOW | {"training.local_batch_size": 8, "job.dump_folder": str(tmp_path_factory.mktemp("two"))}
-    return ranks.run(steps_with_gradients, 1, job)[0]
+    return alone(ranks, tmp_path_factory.mktemp("shallow"), SHALLOW)
+
+
+@pytest.fixture(scope="module")
+def brief_process(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return alone(ranks, tmp_path_factory.mktemp("brief"), BRIEF)
 
 
 @pytest.mark.parametrize(("layout", "method", "order"), MATRIX)
@@ -84,12 +95,6 @@ def test_layout(
         check(ranks, tmp_path, one_process, world_size, job)
     else:
         check(ranks, tmp_path, shallow_process, world_size, job | SHALLOW)
-
-
-@pytest.fixture(scope="module")
-def brief_process(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    job = TINY | BRIEF | {"training.local_batch_size": 8, "job.dump_folder": str(tmp_path_factory.mktemp("brief"))}
-    return ranks.run(steps_with_gradients, 1, job)[0]
 
 
 FULL = {"activation_checkpoint.mode": "full"}
@@ -135,24 +140,9 @@ def test_variant(
         check(ranks, tmp_path, brief_process, world_size, BRIEF | overrides)
 
 
-def half_without_labels(overrides: dict[str, Any]) -> dict[str, Any]:
-    """A run in which the second half of every sequence has no label."""
-    from torchtitan.components.loss import IGNORE_INDEX
-
-    from torchtitan_mixle.data.loader import GlobalOrderLoader
-
-    batches = GlobalOrderLoader.__iter__
-
-    def masked(loader: Any) -> Any:
-        for inputs, labels in batches(loader):
-            labels[:, labels.shape[1] // 2 :] = IGNORE_INDEX
-            yield inputs, labels
-
-    GlobalOrderLoader.__iter__ = masked  # type: ignore[method-assign]
-    try:
-        return steps_with_gradients(overrides)
-    finally:
-        GlobalOrderLoader.__iter__ = batches  # type: ignore[method-assign]
+def hide_second_half(labels: Tensor, sample: list[int]) -> Tensor:
+    """In contiguous order the later ranks then have none."""
+    return torch.cat([labels[: len(labels) // 2], torch.full_like(labels[len(labels) // 2 :], IGNORE_INDEX)])
 
 
 @pytest.mark.slow
@@ -160,9 +150,9 @@ def half_without_labels(overrides: dict[str, Any]) -> dict[str, Any]:
 def test_a_rank_without_labels(order: str, ranks: RankPool, tmp_path: Path) -> None:
     """In contiguous order the last rank then has nothing to learn from, and the others must not count it."""
     job = TINY | BRIEF | {"training.local_batch_size": 8}
-    one = ranks.run(half_without_labels, 1, job | {"job.dump_folder": str(tmp_path / "one")})[0]
+    one = ranks.run(steps_with_gradients, 1, job | {"job.dump_folder": str(tmp_path / "one")}, hide_second_half)[0]
     job |= {CONTEXT: 2, ORDER: order, "job.dump_folder": str(tmp_path / "two")}
-    test_layouts.compare(ranks.run(half_without_labels, 2, job), one)
+    test_layouts.compare(ranks.run(steps_with_gradients, 2, job, hide_second_half), one)
 
 
 def test_a_short_sequence(ranks: RankPool, tmp_path: Path) -> None:

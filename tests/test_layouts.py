@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.jobs import BRIEF, TINY, steps_with_gradients
+from tests.jobs import BRIEF, TINY, hide_three_in_ten, steps_with_gradients
 from tests.ranks import RankPool
 
 REPLICATE = "parallelism.data_parallel_replicate_degree"
@@ -108,13 +108,13 @@ def test_variant(layout: str, variant: str, brief_process: dict[str, Any], ranks
     compare(ranks.run(steps_with_gradients, world_size, job), brief_process)
 
 
-def odd_shape(overrides: dict[str, Any], ignored: float) -> dict[str, Any]:
-    """A run of a model whose sizes divide by little; a share `ignored` of the labels is -100."""
+def odd_shape(overrides: dict[str, Any]) -> dict[str, Any]:
+    """A run of a model whose sizes divide by little, with labels left out."""
     from torchtitan_mixle.flavors import FLAVORS, Flavor
 
     FLAVORS["odd"] = Flavor(vocab_size=63, d_model=48, n_layer=3, n_head=6, block=31)
     try:
-        return steps_with_gradients(overrides | {"model.flavor": "odd", "training.seq_len": 30}, ignored=ignored)
+        return steps_with_gradients(overrides | {"model.flavor": "odd", "training.seq_len": 30}, hide_three_in_ten)
     finally:
         del FLAVORS["odd"]
 
@@ -150,6 +150,6 @@ ODD_LAYOUTS = {
 def test_odd_sizes(layout: str, odd_data: Path, ranks: RankPool, tmp_path: Path) -> None:
     data = {"training.dataset": "tokens", "training.dataset_path": str(odd_data)}
     _, job = sizes({})
-    one = ranks.run(odd_shape, 1, job | data | {"job.dump_folder": str(tmp_path / "one")}, 0.3)[0]
+    one = ranks.run(odd_shape, 1, job | data | {"job.dump_folder": str(tmp_path / "one")})[0]
     world_size, job = sizes(ODD_LAYOUTS[layout])
-    compare(ranks.run(odd_shape, world_size, job | data | {"job.dump_folder": str(tmp_path / "many")}, 0.3), one)
+    compare(ranks.run(odd_shape, world_size, job | data | {"job.dump_folder": str(tmp_path / "many")}), one)

@@ -12,6 +12,7 @@ from torchtitan.distributed import ParallelDims
 from tests.jobs import job_config
 from tests.ranks import RankPool
 from torchtitan_mixle.metrics.losses import NotedLoss, max_loss
+from torchtitan_mixle.parallel.pipeline import ExactSchedule
 from torchtitan_mixle.spec import Run
 
 
@@ -41,8 +42,10 @@ def test_a_pipelines_passes_are_noted_not_what_its_stages_try_out() -> None:
             return "result"
 
     loss_fn = NotedLoss(lambda pred, labels: pred.sum())
-    schedule: Any = Schedule()
-    loss_fn.note_passes(schedule)
+    tie: Any = None
+    schedule = ExactSchedule(
+        Schedule(), [], tie, passes_a_step=9, copies_of_labels=1, device=torch.device("cpu"), note=loss_fn.note
+    )
     assert schedule.step(target=torch.tensor([[0, 1], [IGNORE_INDEX, 2]]), losses=[]) == "result"
     schedule.step(target=None, losses=None)  # a rank without the last stage
     assert loss_fn.take(torch.device("cpu")).tolist() == [7, 3]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.jobs import TINY, job_config, read_lines, steps_with_gradients, train
+from tests.jobs import TINY, hide_three_in_ten, job_config, read_lines, steps_with_gradients, train
 from tests.ranks import RankPool
 from tests.test_metrics import scalars
 from torchtitan_mixle.errors import ConfigError
@@ -139,13 +139,13 @@ def test_case(case: str, one_process: dict[str, Any], ranks: RankPool, tmp_path:
     compare(ranks.run(steps_with_gradients, world_size, job), one_process)
 
 
-def odd_shape(overrides: dict[str, Any], n_layer: int, ignored: float) -> dict[str, Any]:
+def odd_shape(overrides: dict[str, Any], n_layer: int) -> dict[str, Any]:
     """Blocks that the stages cannot share evenly, an odd vocabulary, an odd length, labels left out."""
     from torchtitan_mixle.flavors import FLAVORS, Flavor
 
     FLAVORS["odd"] = Flavor(vocab_size=259, d_model=48, n_layer=n_layer, n_head=6, block=31)
     try:
-        return steps_with_gradients(overrides | {"model.flavor": "odd", "training.seq_len": 30}, ignored=ignored)
+        return steps_with_gradients(overrides | {"model.flavor": "odd", "training.seq_len": 30}, hide_three_in_ten)
     finally:
         del FLAVORS["odd"]
 
@@ -185,9 +185,9 @@ N_LAYER = {"three stages a rank": 10}  # blocks of the odd model where it has no
 def test_odd_sizes(layout: str, ranks: RankPool, tmp_path: Path) -> None:
     world_size, overrides = ODD[layout]
     one = TINY | {"training.local_batch_size": 8, "job.dump_folder": str(tmp_path / "one")}
-    reference = ranks.run(odd_shape, 1, one, N_LAYER.get(layout, 7), 0.3)[0]
+    reference = ranks.run(odd_shape, 1, one, N_LAYER.get(layout, 7))[0]
     job = sizes(overrides) | overrides | {"job.dump_folder": str(tmp_path / "many")}
-    compare(ranks.run(odd_shape, world_size, job, N_LAYER.get(layout, 7), 0.3), reference)
+    compare(ranks.run(odd_shape, world_size, job, N_LAYER.get(layout, 7)), reference)
 
 
 @pytest.mark.slow

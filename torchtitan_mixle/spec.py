@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.components.loss import LossFunction, build_cross_entropy_loss
+from torchtitan.components.loss import build_cross_entropy_loss
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.optimizer import OptimizersContainer, build_optimizers
 from torchtitan.components.tokenizer import BaseTokenizer, build_hf_tokenizer
@@ -107,7 +107,7 @@ class Run:
             self.metrics.loader = self.loader
         return self.metrics
 
-    def build_loss_fn(self, job_config: JobConfig, **kwargs: Any) -> LossFunction:
+    def build_loss_fn(self, job_config: JobConfig, **kwargs: Any) -> NotedLoss:
         """TorchTitan's loss, compiled if the job asks for that, which also notes what it was on this rank."""
         loss_fn = NotedLoss(build_cross_entropy_loss(job_config, **kwargs))
         if self.metrics is not None:
@@ -122,13 +122,13 @@ class Run:
         device: torch.device,
         model_args: CausalLMArgs,
         parallelize_fn: Callable[..., CausalLM],
-        loss_fn: LossFunction,
+        loss_fn: NotedLoss,
     ) -> tuple[Any, list[CausalLM], bool, bool]:
-        bare_loss = loss_fn.loss_fn if isinstance(loss_fn, NotedLoss) else loss_fn
-        pipeline = build_pipeline(model, parallel_dims, job_config, device, parallelize_fn, bare_loss)
+        # The stages are given the bare function, since torch calls it on data that is none too.
+        pipeline = build_pipeline(
+            model, parallel_dims, job_config, device, parallelize_fn, loss_fn.loss_fn, note=loss_fn.note
+        )
         self.pipeline = pipeline
-        if isinstance(loss_fn, NotedLoss):
-            loss_fn.note_passes(pipeline.schedule)
         if self.metrics is not None:
             self.metrics.has_loss = pipeline.has_last_stage
             training, parallelism = job_config.training, job_config.parallelism

@@ -14,13 +14,13 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
+from torchtitan_mixle.checkpoint.gpt2 import INDEX, SUFFIX
 from torchtitan_mixle.checkpoint.record import ModelRecord
 from torchtitan_mixle.errors import ConfigError
 from torchtitan_mixle.flavors import Flavor
 from torchtitan_mixle.model.weights import check_shapes, weight_shapes
 
 METADATA = ".metadata"
-HF_INDEX = "model.safetensors.index.json"
 _NOT_WEIGHTS = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
 # What the pickle in a checkpoint's .metadata may name; anything else could run code of whoever wrote the file.
 _CLASSES = {
@@ -157,7 +157,7 @@ def _require_checkpoint(folder: Path) -> None:
         raise ConfigError(f"the checkpoint {folder} does not exist; give the step-N folder of a run")
     if not folder.is_dir():
         raise ConfigError(f"{folder} is a file, not a checkpoint; give the step-N folder of a run")
-    if (folder / HF_INDEX).is_file() or list(folder.glob("*.safetensors")):
+    if (folder / INDEX).is_file() or list(folder.glob(f"*{SUFFIX}")):
         raise ConfigError(
             f"{folder} holds safetensors, not a checkpoint; make one of it with `torchtitan-mixle import {folder}`"
         )

@@ -5,11 +5,11 @@ A run writes it into its dump folder as `mixle_model.json`, an import into the c
 
 import json
 import reprlib
-import tomllib
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from torchtitan_mixle.config_file import read_config
 from torchtitan_mixle.errors import ConfigError
 from torchtitan_mixle.flavors import FLAVORS
 from torchtitan_mixle.metrics.counting import ModelShape, count_parameters
@@ -139,12 +139,7 @@ def _fill(cls: type, table: dict[str, Any], file: Path) -> Any:
 
 def record_of_config(config: Path) -> ModelRecord:
     """The record that a run of this TOML would leave (command-line overrides are not in it)."""
-    try:
-        table = tomllib.loads(config.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the config {config}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the config {config} is not TOML: {error}") from None
+    table = read_config(config)
     name = table.get("model", {}).get("flavor")
     if name not in FLAVORS:
         raise ConfigError(f"{config}: model.flavor={name!r} is unknown; use one of {', '.join(FLAVORS)}")

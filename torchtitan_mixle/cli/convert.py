@@ -9,7 +9,7 @@ import tyro
 from rich.console import Console
 from rich.progress import track as rich_track
 
-_Flag = tyro.conf.FlagCreatePairsOff[bool]
+from torchtitan_mixle.cli.options import NOTHING_SAID, AboutModel, Flag
 
 
 def import_(
@@ -17,9 +17,9 @@ def import_(
     /,
     out: Path,
     n_head: int | None = None,
-    mup_attention: _Flag = False,
+    mup_attention: Flag = False,
     config: Path | None = None,
-    overwrite: _Flag = False,
+    overwrite: Flag = False,
 ) -> None:
     """Make a checkpoint of a mixle or GPT-2 model, for any layout to start from.
 
@@ -57,11 +57,9 @@ def export(
     /,
     out: Path,
     to: Literal["mixle", "gpt2"],
-    config: Path | None = None,
-    n_head: int | None = None,
-    mup_attention: _Flag = False,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
-    overwrite: _Flag = False,
+    overwrite: Flag = False,
+    about: AboutModel = NOTHING_SAID,
 ) -> None:
     """Write a checkpoint's weights for mixle or for transformers. The bytes do not depend on the run's layout.
 
@@ -70,9 +68,7 @@ def export(
         out: File (mixle) or folder (gpt2) to make.
         to: "mixle": a file that mixle.models.language_model.LM.load opens; "gpt2": a folder that transformers opens
             as a GPT2LMHeadModel with the activation "gelu".
-        config: The run's TOML file; unset: what the run left in its dump folder.
-        n_head: Heads of the model, where neither is there.
-        mup_attention: The model scales its scores by 1/head_dim, where neither is there.
+        about: What the weights do not say.
         dtype: Of the written weights; unset: as they are in the checkpoint.
         overwrite: Replace OUT if it is an export, once the new one is whole.
     """
@@ -85,7 +81,7 @@ def export(
     from torchtitan_mixle.checkpoint.texts import run_tokenizer
 
     check_target(out, overwrite=overwrite, is_ours=zipfile.is_zipfile if to == "mixle" else is_gpt2_export)
-    weights, record = open_checkpoint(checkpoint, config=config, n_head=n_head, mup_attention=mup_attention)
+    weights, record = open_checkpoint(checkpoint, **vars(about))
     target = None if dtype is None else DTYPES[dtype]
     if record.activation not in EXACT_GELU:
         _warn(f"this model began as one with {record.activation}; what is written computes exact GELU, as training did")

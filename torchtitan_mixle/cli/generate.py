@@ -6,9 +6,8 @@ from typing import Annotated, Literal
 
 import tyro
 
+from torchtitan_mixle.cli.options import NOTHING_SAID, AboutModel, Flag
 from torchtitan_mixle.errors import ConfigError
-
-_Flag = tyro.conf.FlagCreatePairsOff[bool]
 
 
 def generate(
@@ -19,13 +18,11 @@ def generate(
     temperature: float = 0.8,
     top_k: int | None = None,
     seed: int = 0,
-    no_cache: _Flag = False,
+    no_cache: Flag = False,
     tokenizer: str | None = None,
-    config: Path | None = None,
-    n_head: int | None = None,
-    mup_attention: _Flag = False,
     device: str | None = None,
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    about: AboutModel = NOTHING_SAID,
 ) -> None:
     """Continue a text with a trained model, in one process; stdout gets the prompt and what follows.
 
@@ -38,9 +35,7 @@ def generate(
         seed: Of the draws.
         no_cache: Compute every token's keys and values anew for each token: the same text, slower.
         tokenizer: "bytes", a tokenizer.json or a prepared folder; unset: the run's.
-        config: The run's TOML file; unset: what the run left in its dump folder.
-        n_head: Heads of the model, where neither is there.
-        mup_attention: The model scales its scores by 1/head_dim, where neither is there.
+        about: What the weights do not say.
         device: Where to compute; unset: the accelerator if there is one, else the CPU.
         dtype: What to hold the weights and compute in.
     """
@@ -49,7 +44,7 @@ def generate(
     from torchtitan_mixle.checkpoint.texts import find_tokenizer
     from torchtitan_mixle.model.generate import generate as continue_ids
 
-    weights, record = open_checkpoint(checkpoint, config=config, n_head=n_head, mup_attention=mup_attention)
+    weights, record = open_checkpoint(checkpoint, **vars(about))
     tokens = find_tokenizer(record, tokenizer)
     ids = tokens.encode_batch([prompt])[0].tolist() or [tokens.eod_id]
     model = load_model(weights, record, device=device, dtype=dtype)

@@ -5,7 +5,6 @@ import math
 import subprocess
 import sys
 import tempfile
-import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from torchtitan_mixle.config_file import read_config
 from torchtitan_mixle.errors import ConfigError
 from torchtitan_mixle.planning.layouts import Layout, parse_layout
 
@@ -109,13 +109,7 @@ def _relative(values: Iterable[float], reference: Iterable[float]) -> list[float
 
 
 def _training_section(config: Path, override: tuple[str, ...]) -> dict[str, Any]:
-    try:
-        table: dict[str, Any] = tomllib.loads(config.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the config {config}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the config {config} is not TOML: {error}") from None
-    training: dict[str, Any] = _DEFAULTS | table.get("training", {})
+    training: dict[str, Any] = _DEFAULTS | read_config(config).get("training", {})
     for assignment in override:
         key, equals, value = assignment.partition("=")
         if not equals or "." not in key:

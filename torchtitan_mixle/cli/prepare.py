@@ -5,23 +5,22 @@ from typing import Annotated
 
 import tyro
 
+from torchtitan_mixle.cli.options import Flag
 from torchtitan_mixle.data.prepare import prepare_tokens
 from torchtitan_mixle.data.writer import DEFAULT_SHARD_TOKENS
-
-_Flag = tyro.conf.FlagCreatePairsOff[bool]
 
 
 def prepare(
     inputs: Annotated[tuple[Path, ...], tyro.conf.Positional],
     /,
     out: Path,
-    byte_level: Annotated[_Flag, tyro.conf.arg(name="bytes")] = False,
+    byte_level: Annotated[Flag, tyro.conf.arg(name="bytes")] = False,
     tokenizer: Path | None = None,
     train_bpe: int | None = None,
     eod_token: str | None = None,
     validation_fraction: float = 0.0,
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
-    overwrite: _Flag = False,
+    overwrite: Flag = False,
     text_key: str = "text",
 ) -> None:
     """Turn text into a folder of tokens for training.dataset = "tokens".

@@ -9,9 +9,8 @@ import tyro
 from rich.console import Console
 from rich.progress import track
 
+from torchtitan_mixle.cli.options import NOTHING_SAID, AboutModel, Flag
 from torchtitan_mixle.errors import ConfigError
-
-_Flag = tyro.conf.FlagCreatePairsOff[bool]
 
 
 def score(
@@ -23,12 +22,10 @@ def score(
     seq_len: int | None = None,
     batch_size: int = 8,
     samples: int | None = None,
-    as_json: Annotated[_Flag, tyro.conf.arg(name="json")] = False,
-    config: Path | None = None,
-    n_head: int | None = None,
-    mup_attention: _Flag = False,
+    as_json: Annotated[Flag, tyro.conf.arg(name="json")] = False,
     device: str | None = None,
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    about: AboutModel = NOTHING_SAID,
 ) -> None:
     """Mean loss over all tokens of a data set, what the trainer reports with validation.steps = -1.
 
@@ -43,9 +40,7 @@ def score(
         batch_size: Windows at once.
         samples: Stop after that many windows; unset: all.
         as_json: Print one JSON object instead of a sentence.
-        config: The run's TOML file; unset: what the run left in its dump folder.
-        n_head: Heads of the model, where neither is there.
-        mup_attention: The model scales its scores by 1/head_dim, where neither is there.
+        about: What the weights do not say.
         device: Where to compute; unset: the accelerator if there is one, else the CPU.
         dtype: What to hold the weights and compute in.
     """
@@ -57,7 +52,7 @@ def score(
     from torchtitan_mixle.data.loader import ValidationSamples
     from torchtitan_mixle.model.score import mean_loss
 
-    weights, record = open_checkpoint(checkpoint, config=config, n_head=n_head, mup_attention=mup_attention)
+    weights, record = open_checkpoint(checkpoint, **vars(about))
     length = seq_len or min(record.data.seq_len or record.block, record.block)
     if length > record.block:
         raise ConfigError(f"--seq-len {length}: must be at most the {record.block} rows of the position table")

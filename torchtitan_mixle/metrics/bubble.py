@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-Action = tuple[int, str, int]
-"""(stage, kind, microbatch). Kinds: F forward, B backward, or I and W for its two halves (inputs and weights)."""
+from torchtitan_mixle.planning.order import Action, in_turn, needs, result
 
 _KINDS = "FBIW"
 
@@ -28,40 +27,15 @@ def bubble_share(orders: Sequence[Sequence[Action]], recomputed: float = 0.0) ->
     last = max((stage for order in orders for stage, _, _ in order), default=0)
     done: dict[Action, float] = {}
     clock = [0.0] * len(orders)
-    position = [0] * len(orders)
-    progress = True
-    while progress:
-        progress = False
-        for rank, order in enumerate(orders):
-            while position[rank] < len(order):
-                action = order[position[rank]]
-                needs = _needs(action, last)
-                if not all(need in done for need in needs):
-                    break
-                clock[rank] = max([clock[rank], *(done[need] for need in needs)]) + cost[action[1]]
-                done[_as_half(action)] = clock[rank]
-                position[rank] += 1
-                progress = True
-    if any(at < len(order) for at, order in zip(position, orders, strict=True)):
+    busy, taken = 0.0, 0
+    for rank, (action,) in in_turn([[(action,) for action in order] for order in orders], last):
+        clock[rank] = max([clock[rank], *(done[need] for need in needs(action, last))]) + cost[action[1]]
+        done[result(action)] = clock[rank]
+        busy += cost[action[1]]
+        taken += 1
+    if taken < sum(map(len, orders)):
         raise ValueError("these orders would wait for ever")
-    busy = sum(cost[kind] for order in orders for _, kind, _ in order)
     return 1 - busy / (len(orders) * max(clock)) if busy else 0.0
-
-
-def _as_half(action: Action) -> Action:
-    """A whole backward pass gives the gradients of inputs that the stage before waits for."""
-    stage, kind, microbatch = action
-    return (stage, "I" if kind == "B" else kind, microbatch)
-
-
-def _needs(action: Action, last: int) -> list[Action]:
-    stage, kind, microbatch = action
-    if kind == "F":
-        return [(stage - 1, "F", microbatch)] if stage else []
-    if kind == "W":
-        return [(stage, "I", microbatch)]
-    following = [(stage + 1, "I", microbatch)] if stage < last else []
-    return [(stage, "F", microbatch), *following]
 
 
 def one_stage_bubble(ranks: int, microbatches: int) -> float:
@@ -79,7 +53,7 @@ def _plain(order: Sequence[Any]) -> list[Action]:
     """Without pauses and communication, which follow from the rest; overlapped pairs one after the other."""
     single = [part for action in order if action is not None for part in (action.sub_actions or (action,))]
     return [
-        (part.stage_index, part.computation_type.value, part.microbatch_index)
+        Action(part.stage_index, part.computation_type.value, part.microbatch_index)
         for part in single
         if part.computation_type.value in _KINDS
     ]

@@ -1,7 +1,6 @@
 """The loss of each data-parallel rank by itself, for the maximum that a run reports."""
 
 import math
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,22 +33,6 @@ class NotedLoss:
             loss_sum = loss_sum.full_tensor()
         self._loss_sum = loss_sum if self._loss_sum is None else self._loss_sum + loss_sum
         self._labels = labels if self._labels is None else self._labels + labels
-
-    def note_passes(self, schedule: Any) -> None:
-        """Take the losses from a pipeline schedule's passes, whose stages are given `loss_fn` itself.
-
-        They call it not on microbatches alone: to learn what will be sent, torch 2.13 runs the last stage on data that
-        is none.
-        """
-        run_pass = schedule.step
-
-        def step(*args: Any, target: Tensor | None = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Any:
-            result = run_pass(*args, target=target, losses=losses, **kwargs)
-            if target is not None and losses:
-                self.note(torch.stack(losses).detach().sum(), (target != IGNORE_INDEX).sum())
-            return result
-
-        schedule.step = step
 
     def forget(self) -> None:
         self._loss_sum = self._labels = None

@@ -11,6 +11,7 @@ from torchtitan_mixle.metrics.counting import FlopsPerToken, flops_per_token, re
 from torchtitan_mixle.metrics.hardware import peak_flops
 from torchtitan_mixle.model.args import CausalLMArgs
 from torchtitan_mixle.planning.check import compiles_model
+from torchtitan_mixle.planning.order import rank_of_stage
 from torchtitan_mixle.planning.stages import job_schedule, stage_modules
 
 logger = logging.getLogger(__name__)
@@ -86,8 +87,7 @@ def _blocks_by_rank(job_config: Any, args: CausalLMArgs) -> list[int]:
     v_shaped = job_schedule(job_config.parallelism).v_shaped
     blocks = [0] * pp
     for number, stage in enumerate(stages):
-        rank = min(number, 2 * pp - 1 - number) if v_shaped else number % pp
-        blocks[rank] += sum(name.startswith("blocks.") for name in stage)
+        blocks[rank_of_stage(number, pp, v_shaped=v_shaped)] += sum(name.startswith("blocks.") for name in stage)
     return blocks
 
 

@@ -19,7 +19,8 @@ from torchtitan_mixle.model.model import CausalLM
 from torchtitan_mixle.parallel.replicated import reduce_partial_gradients
 from torchtitan_mixle.parallel.tied import TiedMatrix
 from torchtitan_mixle.planning.check import run_plan
-from torchtitan_mixle.planning.stages import job_schedule, splitter_name, stage_modules
+from torchtitan_mixle.planning.order import rank_of_stage
+from torchtitan_mixle.planning.stages import job_schedule, stage_modules
 
 logger = logging.getLogger(__name__)
 
@@ -51,26 +52,31 @@ def build_pipeline(
     device: torch.device,
     parallelize: Callable[..., CausalLM],
     loss_fn: LossFunction,
+    note: Callable[[Tensor, Tensor], None],
 ) -> Pipeline:
-    """Split `model` (on the meta device) into stages, make this rank's parallel, and give them their schedule."""
+    """Split `model` (on the meta device) into stages, make this rank's parallel, and give them their schedule.
+
+    `note` is as in `ExactSchedule`.
+    """
     parallelism = job_config.parallelism
     mesh = parallel_dims.get_mesh("pp")
+    asked_for = job_schedule(parallelism)
     names = stage_modules(model.model_args.n_layer, parallelism)
     if dist.get_rank() == 0:
         for number, stage in enumerate(names):
             logger.info("Pipeline stage %s of %s: %s", number, len(names), ", ".join(stage))
-        if job_schedule(parallelism).splits_backward and job_config.activation_checkpoint.mode != "none":
+        if asked_for.splits_backward and job_config.activation_checkpoint.mode != "none":
             logger.warning(
                 "The schedule computes the gradients of inputs and of weights apart, and recomputes a block for each "
                 "part of them: several times as much as with 1F1B or Interleaved1F1B"
             )
     # There are no experts to overlap; TorchTitan would run forward and backward in two threads all the same.
     parallelism.pipeline_parallel_expert_parallel_overlap = False
-    stages, parts = pipeline_module_split(model, mesh, splitter_name(parallelism), device, names)
+    stages, parts = pipeline_module_split(model, mesh, asked_for.splitter_name, device, names)
     for i, part in enumerate(parts):
         parts[i] = stages[i].submod = parallelize(part, parallel_dims, job_config)
-    v_shaped = job_schedule(parallelism).v_shaped
-    tied = TiedMatrix(parts, mesh.get_group(), first_stage_rank=0, last_stage_rank=0 if v_shaped else mesh.size() - 1)
+    last_rank = rank_of_stage(len(names) - 1, mesh.size(), v_shaped=asked_for.v_shaped)
+    tied = TiedMatrix(parts, mesh.get_group(), first_stage_rank=0, last_stage_rank=last_rank)
     schedule = ExactSchedule(
         build_pipeline_schedule(job_config, stages, loss_fn),
         parts,
@@ -78,6 +84,7 @@ def build_pipeline(
         passes_a_step=run_plan(job_config, parallel_dims.world_size).accumulation_steps,
         copies_of_labels=parallel_dims.tp,
         device=device,
+        note=note,
     )
     return Pipeline(
         schedule,
@@ -111,20 +118,27 @@ class ExactSchedule:
         passes_a_step: int,
         copies_of_labels: int,
         device: torch.device,
+        note: Callable[[Tensor, Tensor], None],
     ) -> None:
+        """`note(loss sum, valid labels)` is called for each pass on ranks with the last stage."""
         self.schedule = schedule
         self.parts = parts
         self.tied = tied
         self.passes_a_step = passes_a_step
         self.copies_of_labels = copies_of_labels
+        self.note = note
         self.passes = 0
         self.valid_tokens = torch.zeros((), dtype=torch.float64, device=device)
 
-    def step(self, *args: Any, target: Tensor | None = None, **kwargs: Any) -> Any:
-        """One forward and backward pass over a local batch; `target` is given on ranks with the last stage."""
-        result = self.schedule.step(*args, target=target, **kwargs)
+    def step(self, *args: Any, target: Tensor | None = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Any:
+        """One forward and backward pass over a local batch; `target` and `losses` are given where the last stage is."""
+        result = self.schedule.step(*args, target=target, losses=losses, **kwargs)
         if target is not None:
-            self.valid_tokens += (target != IGNORE_INDEX).sum()
+            labels = (target != IGNORE_INDEX).sum()
+            self.valid_tokens += labels
+            if losses:
+                # Taken here: to learn what will be sent, torch 2.13 also runs the loss function on data that is none.
+                self.note(torch.stack(losses).detach().sum(), labels)
         self.passes += 1
         if self.passes % self.passes_a_step == 0:
             self._finish_gradients()

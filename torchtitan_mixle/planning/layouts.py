@@ -13,13 +13,6 @@ _PARTS = {
     "pp": "pipeline_parallel_degree",
     "cp": "context_parallel_degree",
 }
-_ALL = (
-    "data_parallel_replicate_degree",
-    "data_parallel_shard_degree",
-    "tensor_parallel_degree",
-    "pipeline_parallel_degree",
-    "context_parallel_degree",
-)
 _NAMES = "1, fsdpN, ddpN, hsdpRxS, tpN, ppN, cpN, and products of them like fsdp2xtp2"
 _PART = re.compile(r"hsdp(?P<replicate>\d+)(?:x(?P<shard>\d+))?|(?P<axis>[a-z]+)(?P<degree>\d+)")
 
@@ -36,7 +29,7 @@ class Layout:
 
 def parse_layout(name: str) -> Layout:
     """The layout of a name; hsdp2 is hsdp2x2. Raises ConfigError, with the names there are, for any other word."""
-    degrees = dict.fromkeys(_ALL, 1)  # also those of the config that the name does not mention
+    degrees = dict.fromkeys(_PARTS.values(), 1)  # also those of the config that the name does not mention
     if name != "1":
         for part in _split(name):
             clash = [key for key in part if degrees[key] != 1]

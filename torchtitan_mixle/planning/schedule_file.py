@@ -6,23 +6,15 @@ gradients of inputs and of weights). `(1F2;0B1)OVERLAP_F_B` is a pair, and an em
 
 import csv
 import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from torchtitan_mixle.errors import ConfigError
+from torchtitan_mixle.planning.order import Action, in_turn, rank_of_stage
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
-
-
-class Action(NamedTuple):
-    stage: int
-    kind: str
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.microbatch}"
 
 
 @dataclass(frozen=True)
@@ -71,7 +63,7 @@ class FileSchedule:
         """TorchTitan deals stages out in turn, or there and back again."""
         pp, n = len(self.actions), self.n_stages
         for rank in range(pp):
-            expected = {rank, 2 * pp - 1 - rank} if self.v_shaped else set(range(rank, n, pp))
+            expected = {stage for stage in range(n) if rank_of_stage(stage, pp, v_shaped=self.v_shaped) == rank}
             if self._stages(rank) != expected or n % pp:
                 here = ", ".join(map(str, sorted(self._stages(rank)))) or "none"
                 raise ConfigError(
@@ -98,30 +90,8 @@ class FileSchedule:
 
     def _check_order(self) -> None:
         """Run the file in thought: whatever waits for ever here would do so on the ranks."""
-        last = self.n_stages - 1
-        done: set[tuple[int, str, int]] = set()
-        position = [0] * len(self.cells)
-
-        def ready(action: Action) -> bool:
-            stage, kind, microbatch = action
-            if kind == "W":
-                return (stage, "I", microbatch) in done
-            if kind == "F":
-                return stage == 0 or (stage - 1, "F", microbatch) in done
-            return (stage, "F", microbatch) in done and (stage == last or (stage + 1, "I", microbatch) in done)
-
-        progress = True
-        while progress:
-            progress = False
-            for rank, row in enumerate(self.cells):
-                while position[rank] < len(row) and all(map(ready, row[position[rank]])):
-                    for stage, kind, microbatch in row[position[rank]]:
-                        done.add((stage, "I" if kind == "B" else kind, microbatch))
-                    position[rank] += 1
-                    progress = True
-        waiting = [
-            (rank, row[at]) for rank, (row, at) in enumerate(zip(self.cells, position, strict=True)) if at < len(row)
-        ]
+        taken = Counter(rank for rank, _ in in_turn(self.cells, self.n_stages - 1))
+        waiting = [(rank, row[taken[rank]]) for rank, row in enumerate(self.cells) if taken[rank] < len(row)]
         stuck = [f"{' with '.join(map(str, cell))} on rank {rank}" for rank, cell in waiting]
         if stuck:
             raise ConfigError(

@@ -8,7 +8,7 @@ from typing import Any
 from torchtitan_mixle.errors import ConfigError
 from torchtitan_mixle.metrics.counting import ModelShape
 from torchtitan_mixle.planning.check import RunPlan
-from torchtitan_mixle.planning.schedule_file import read_schedule
+from torchtitan_mixle.planning.schedule_file import FileSchedule, read_schedule
 
 FIRST_MODULES = ("tok", "pos")
 LAST_MODULES = ("ln", "head")
@@ -29,6 +29,15 @@ class Schedule:
     """Computes gradients of inputs and of weights in two passes (zero bubble)."""
     needs_stages_full: bool = False
     """Needs as many microbatches as stages."""
+    file: FileSchedule | None = None
+    """Where it comes from, if it is not one of torch's."""
+
+    @property
+    def splitter_name(self) -> str:
+        """The schedule to name to TorchTitan where it asks for one to deal out the stages."""
+        if self.file is None:
+            return self.name
+        return "ZBVZeroBubble" if self.v_shaped else "PipelineScheduleMulti"
 
 
 SCHEDULES = {
@@ -75,15 +84,8 @@ def job_schedule(parallelism: Any) -> Schedule:
         virtual=file.n_stages > len(file.actions),
         v_shaped=file.v_shaped,
         splits_backward=file.splits_backward,
+        file=file,
     )
-
-
-def splitter_name(parallelism: Any) -> str:
-    """The schedule to name to TorchTitan where it asks for one to deal out the stages."""
-    schedule = job_schedule(parallelism)
-    if not parallelism.pipeline_parallel_schedule_csv:
-        return schedule.name
-    return "ZBVZeroBubble" if schedule.v_shaped else "PipelineScheduleMulti"
 
 
 def stage_modules(n_layer: int, parallelism: Any) -> list[list[str]]:
@@ -120,8 +122,8 @@ def _count_stages(n_layer: int, parallelism: Any) -> int:
     pp = parallelism.pipeline_parallel_degree
     schedule = job_schedule(parallelism)
     per_stage = parallelism.pipeline_parallel_layers_per_stage
-    if per_stage is None and parallelism.pipeline_parallel_schedule_csv:
-        return read_schedule(parallelism.pipeline_parallel_schedule_csv).n_stages
+    if per_stage is None and schedule.file is not None:
+        return schedule.file.n_stages
     if per_stage is None:
         return pp * (2 if schedule.virtual else 1)
     key = f"parallelism.pipeline_parallel_layers_per_stage={per_stage}"
@@ -186,12 +188,12 @@ def check_pipeline(job_config: Any, shape: ModelShape, plan: RunPlan) -> None:
     parallelism = job_config.parallelism
     schedule = job_schedule(parallelism)
     batch, microbatch = plan.local_batch_size, parallelism.pipeline_parallel_microbatch_size
-    if parallelism.pipeline_parallel_schedule_csv:
+    file = schedule.file
+    if file is not None:
         check_microbatch_size(batch, microbatch)
-        file = read_schedule(parallelism.pipeline_parallel_schedule_csv)
         file.check(pp=plan.pipeline_parallel_degree, microbatches=batch // microbatch)
     n_stages = len(stage_modules(shape.n_layer, parallelism))
-    if not parallelism.pipeline_parallel_schedule_csv:
+    if file is None:
         pp = plan.pipeline_parallel_degree
         check_microbatches(schedule, n_stages=n_stages, pp=pp, batch=batch, microbatch=microbatch)
     elif n_stages != file.n_stages:
@@ -199,7 +201,7 @@ def check_pipeline(job_config: Any, shape: ModelShape, plan: RunPlan) -> None:
             f"{file.name} runs {file.n_stages} stages, and the other keys make {n_stages}; change one of them"
         )
     if schedule.splits_backward:
-        name = schedule.name if parallelism.pipeline_parallel_schedule_csv else f"{_SCHEDULE_KEY}={schedule.name!r}"
+        name = f"{_SCHEDULE_KEY}={schedule.name!r}" if file is None else file.name
         _check_split_backward(name, job_config, plan)
     _check_validation_shape(job_config)
 
