@@ -485,7 +485,7 @@ def test_memory_holds_the_model_once(tmp_path: Path) -> None:
     _, peaks = ([int(n) for n in line.split()] for line in run.stdout.splitlines() if line[0].isdigit())
     copies = [peak / size for peak in peaks]
     print("copies in memory:", copies)
-    assert max(copies) < 1.5, copies  # one, and what the reading and writing of single tensors leaves in the heap
+    assert max(copies) < 1.3, copies  # one, and what the reading and writing of single tensors leaves in the heap
     assert min(copies[1:]) > 0.9, copies  # the measurement measures: these do hold the model (the first maps its file)
 
 

@@ -28,6 +28,7 @@ from torchtitan_mixle.model.weights import (
     MULTIPLIER,
     GPT2Form,
     gpt2_name,
+    gpt2_shapes,
     gpt2_tensor,
     mixle_name,
     mixle_tensor,
@@ -112,8 +113,16 @@ def export_gpt2(
     with whole(out, overwrite=overwrite, is_ours=is_gpt2_export) as folder:
         folder.mkdir()
         where = _file_of(names, weights, dtype)
-        for file, group in groupby(track(names, "writing"), where.__getitem__):
-            save_file({_gpt2_key(name): read(name) for name in group}, folder / file, metadata={"format": "pt"})
+        shapes = gpt2_shapes(record)
+        for file, group in groupby(names, where.__getitem__):
+            # The room for all of a file first: made one by one, tensors would leave holes where what they were made
+            # from has been, half as much again.
+            tensors = {
+                name: torch.empty(shapes[str(gpt2_name(name))], dtype=dtype or weights.dtypes[name]) for name in group
+            }
+            for name in track(tensors, f"writing {file}"):
+                tensors[name].copy_(read(name))
+            save_file({_gpt2_key(name): x for name, x in tensors.items()}, folder / file, metadata={"format": "pt"})
         _write_index(folder, where, weights, dtype)
         config = folder / CONFIG
         config.write_text(config_json(record, dtype or weights.dtypes["tok.weight"], eos_id), encoding="utf-8")
