@@ -27,5 +27,5 @@ if [ $# -gt 0 ] && [ "${1#--}" = "$1" ]; then
 fi
 NGPU="${NGPU:-$(python -c 'import torch; print(max(1, torch.accelerator.device_count()))')}"
 
-exec torchrun --standalone --nproc_per_node "$NGPU" --role rank --tee 3 --local-ranks-filter "${LOG_RANK:-0}" \
+exec python -m torchtitan_mixle.launch --standalone --nproc_per_node "$NGPU" --role rank --tee 3 --local-ranks-filter "${LOG_RANK:-0}" \
   -m torchtitan.train --job.config_file "$CONFIG" "$@"

@@ -18,9 +18,9 @@ def _set_up() -> None:
     spec.register()
 
 
-_is_command_line_tool = Path(sys.argv[0] if sys.argv else "").name == "torchtitan-mixle" or sys.orig_argv[1:3] == [
-    "-m",
-    __name__,
-]
+_is_command_line_tool = Path(sys.argv[0] if sys.argv else "").name == "torchtitan-mixle" or sys.orig_argv[1:3] in (
+    ["-m", __name__],
+    ["-m", f"{__name__}.launch"],
+)
 if not _is_command_line_tool:
     _set_up()

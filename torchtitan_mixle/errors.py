@@ -1,9 +1,15 @@
-"""The one exception a user's mistake raises, and how it reaches the terminal."""
+"""The one exception a user's mistake raises, how it reaches the terminal, and the exit code of a stopped run."""
 
 import os
 import sys
 from collections.abc import Callable
 from types import TracebackType
+
+STOPPED = 75
+"""Exit code of a run that a signal stopped: it has saved a checkpoint, and the same command goes on from there.
+
+sysexits.h calls it EX_TEMPFAIL. 0 is a complete run, anything else a failure.
+"""
 
 
 class ConfigError(ValueError):

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import math
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from torchtitan_mixle.metrics.run_record import RunRecord
 from torchtitan_mixle.metrics.summary import Summary
 from torchtitan_mixle.metrics.tensorboard import TensorBoard
 from torchtitan_mixle.model.args import CausalLMArgs
+from torchtitan_mixle.stop import StopOnSignal
 from torchtitan_mixle.upstream_log import hide_untrue_lines
 
 logger = logging.getLogger(__name__)
@@ -59,6 +61,7 @@ class CausalLMMetrics(MetricsProcessor):
         """Whether this rank's loss is one: in a pipeline only the last stage's is."""
         self.losses: NotedLoss | None = None
         """The loss function, if it notes what this rank's losses were."""
+        self.stop = StopOnSignal(job_config) if _saves(job_config) else None
         self.summary = Summary()
         self._first_step: int | None = None
         """Of this start of the run."""
@@ -106,6 +109,8 @@ class CausalLMMetrics(MetricsProcessor):
             self._begin_at(step, reported=logs)
         if not logs and self.losses is not None:
             self.losses.forget()
+        if self.stop is not None:
+            self.stop.at_step_end(step)
         return logs
 
     def _begin_at(self, step: int, *, reported: bool) -> None:
@@ -234,12 +239,20 @@ class CausalLMMetrics(MetricsProcessor):
 
     def close(self) -> None:
         """Say what the run came to; TorchTitan calls this after the last step, and after a failure."""
+        failed = sys.exc_info()[0] is not None
+        stopped_by = None if self.stop is None else self.stop.stopped_by
+        if self.stop is not None:
+            self.stop.restore_config()
         line = self.summary.line()
         if line is not None:
             logger.info(line)
-            if self.record is not None:
-                self.record.write(summary={"steps": self.summary.steps, **self.summary.spreads()})
+        if self.record is not None:
+            summary = {} if line is None else {"summary": {"steps": self.summary.steps, **self.summary.spreads()}}
+            ended = "failed" if failed else "complete" if stopped_by is None else "stopped"
+            self.record.write(ended=ended, **summary)
         super().close()
+        if self.stop is not None and stopped_by is not None and not failed:
+            self.stop.leave()
 
     def _restart_interval(self, step: int) -> None:
         self._step_before = step
@@ -251,6 +264,12 @@ class CausalLMMetrics(MetricsProcessor):
 def _without_tensorboard(job_config: JobConfig) -> JobConfig:
     """TorchTitan's writer makes a new folder a start, and in a pipeline writes from the last stage's rank."""
     return dataclasses.replace(job_config, metrics=dataclasses.replace(job_config.metrics, enable_tensorboard=False))
+
+
+def _saves(job_config: JobConfig) -> bool:
+    """Whether the run leaves anything to go on from; if not, a signal may as well end it at once."""
+    checkpoint = job_config.checkpoint
+    return checkpoint.enable and not checkpoint.load_only and not checkpoint.create_seed_checkpoint
 
 
 def _both(first: BaseLogger, second: BaseLogger) -> LoggerContainer:
