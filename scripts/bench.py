@@ -10,12 +10,13 @@
 
 All run in this one process, in turn, on the same data with the same optimizer, in bfloat16 on an accelerator and in
 float32 on a CPU. Figures are medians over the rounds, and a ratio is the median of the rounds' ratios, so that a
-machine whose speed drifts does not decide it. Each keeps weights, gradients and moments (16 bytes a parameter): where
-they do not fit together, give one rival at a time.
+machine whose speed drifts does not decide it; many short rounds tell most. Each keeps weights, gradients and moments
+(16 bytes a parameter): where they do not fit together, give one rival at a time.
 """
 
 import dataclasses
 import os
+import random
 import statistics
 import subprocess
 import tempfile
@@ -313,9 +314,14 @@ RIVALS: dict[str, Callable[[Settings, Any, str], list[Contestant]]] = {
 
 
 def measure(contestants: list[Contestant], rounds: int) -> None:
-    """Note the seconds of each round, after one that is not counted. Every other round runs in the opposite order."""
+    """Note the seconds of each round, after one that is not counted.
+
+    Each round has an order of its own: whoever runs after itself, or after a rival that uses less memory, finds more
+    in the caches.
+    """
+    order = random.Random(0)
     for number in range(rounds + 1):
-        for contestant in contestants[:: -1 if number % 2 else 1]:
+        for contestant in order.sample(contestants, len(contestants)):
             began = time.perf_counter()
             contestant.run()
             if torch.accelerator.is_available():
@@ -341,7 +347,7 @@ def report(contestants: list[Contestant], settings: Settings, trainer: Any, peak
     print(
         f"{settings.flavor}, {settings.batch_size} samples of {settings.seq_len} tokens, {dtype}, "
         f"{'compiled' if settings.compile else 'eager'}, recomputation {settings.recompute}; "
-        f"medians of {len(contestants[0].seconds)} rounds (lowest to highest)"
+        f"medians of {len(contestants[0].seconds)} rounds of {settings.steps} steps (lowest to highest)"
     )
     first = contestants[0]
     for contestant in contestants:
@@ -359,12 +365,21 @@ def report(contestants: list[Contestant], settings: Settings, trainer: Any, peak
         equal = first.flops_per_token / rival.flops_per_token
         ratios = [equal * ours / theirs for ours, theirs in zip(first.rates(), rival.rates(), strict=True)]
         at = "" if equal == 1 else f" at equal FLOPs per token (theirs: {rival.flops_per_token:,})"
-        print(f"  this package / {rival.name}{at}: {shown(ratios, ',.3f')}")
+        low, high = interval(ratios)
+        print(f"  this package / {rival.name}{at}: {shown(ratios, ',.3f')}, 95 % of medians {low:,.3f} to {high:,.3f}")
     print(f"  the loader alone: {loader_rate(trainer):,.0f} tokens/s in one process")
 
 
 def shown(values: list[float], form: str) -> str:
     return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
+def interval(values: list[float], share: float = 0.95, draws: int = 2000) -> tuple[float, float]:
+    """Where the median of as many rounds would lie in `share` of all cases: the bootstrap's percentile interval."""
+    chance = random.Random(0)
+    medians = sorted(statistics.median(chance.choices(values, k=len(values))) for _ in range(draws))
+    outside = round(draws * (1 - share) / 2)
+    return medians[outside], medians[-1 - outside]
 
 
 def commit() -> str:

@@ -11,7 +11,7 @@ from torchtitan.distributed import ParallelDims
 
 from tests.jobs import job_config
 from tests.ranks import RankPool
-from torchtitan_mixle.metrics.losses import NotedLoss, max_loss
+from torchtitan_mixle.metrics.losses import NotedLoss, max_loss, worst_of_ranks
 from torchtitan_mixle.parallel.pipeline import ExactSchedule
 from torchtitan_mixle.spec import Run
 
@@ -51,11 +51,13 @@ def test_a_pipelines_passes_are_noted_not_what_its_stages_try_out() -> None:
     assert loss_fn.take(torch.device("cpu")).tolist() == [7, 3]
 
 
-def largest(dp: int, cp: int, noted: list[tuple[float, float]], average: float) -> float:
+def largest(dp: int, cp: int, noted: list[tuple[float, float]], average: float) -> tuple[float, list[float]]:
     import torch.distributed as dist
 
     dims = ParallelDims(dp_replicate=1, dp_shard=dp, cp=cp, tp=1, pp=1, ep=1, etp=1, world_size=dp * cp)
-    return max_loss(torch.tensor(noted[dist.get_rank()], dtype=torch.float64), average, dims)
+    rank = dist.get_rank()
+    loss, measures = worst_of_ranks(torch.tensor(noted[rank], dtype=torch.float64), [rank, -rank, 7.5], dims)
+    return max_loss(loss, average), measures
 
 
 CASES: dict[str, tuple[int, int, list[tuple[float, float]], float]] = {
@@ -79,7 +81,8 @@ def test_largest_loss(case: str, ranks: RankPool) -> None:
         if (labels := sum(count for _, count in share))
     ]
     expected = max([average, *means]) if math.isfinite(average) else average
-    for result in ranks.run(largest, dp * cp, dp, cp, noted, average):
+    for result, measures in ranks.run(largest, dp * cp, dp, cp, noted, average):
+        assert measures == [dp * cp - 1, 0, 7.5]
         assert result == pytest.approx(expected, nan_ok=True)
         assert not result < average
 

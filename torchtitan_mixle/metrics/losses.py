@@ -1,6 +1,7 @@
-"""The loss of each data-parallel rank by itself, for the maximum that a run reports."""
+"""What the worst rank reports: the loss of each data-parallel rank by itself, and measures of every rank."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -45,18 +46,24 @@ class NotedLoss:
         return torch.stack([value.double() for value in noted])
 
 
-def max_loss(noted: Tensor, average: float, parallel_dims: ParallelDims) -> float:
-    """The largest of the data-parallel ranks' mean losses over a step, never below `average`, the mean over all.
+def worst_of_ranks(noted: Tensor, measures: Sequence[float], parallel_dims: ParallelDims) -> tuple[float, list[float]]:
+    """The largest mean loss of a data-parallel rank over a step, and the largest of each measure over all ranks.
 
     `noted` is this rank's (loss sum, labels). The ranks that share a sequence have a part of both each; a rank without
-    a valid label has no mean.
+    a valid label, such as one whose pipeline stage has no loss, has no mean. Where none has one, the loss is -inf. All
+    goes in one exchange, for which the host waits once; every rank must take part.
     """
-    if not math.isfinite(average):
-        return average
     if (shares := parallel_dims.get_optional_mesh("cp")) is not None:
         dist.all_reduce(noted, group=shares.get_group())
     loss_sum, labels = noted
-    worst = torch.where(labels > 0, loss_sum / labels, -math.inf)
-    if (replicas := parallel_dims.get_optional_mesh("batch")) is not None:
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=replicas.get_group())
-    return max(average, worst.item())
+    mean = torch.where(labels > 0, loss_sum / labels, -math.inf)
+    worst = torch.cat([mean[None], torch.tensor(measures, dtype=mean.dtype, device=mean.device)])
+    if parallel_dims.world_size > 1:
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    loss, *rest = worst.tolist()
+    return loss, rest
+
+
+def max_loss(worst: float, average: float) -> float:
+    """The largest loss to report: never below `average`, the mean over all, nor finite where that is not."""
+    return max(average, worst) if math.isfinite(average) else average

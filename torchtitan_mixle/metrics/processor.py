@@ -20,7 +20,7 @@ from torchtitan_mixle.data.loader import GlobalOrderLoader
 from torchtitan_mixle.metrics.bubble import actions_of, bubble_share, one_stage_bubble
 from torchtitan_mixle.metrics.counting import count_parameters
 from torchtitan_mixle.metrics.jsonl import StepLog
-from torchtitan_mixle.metrics.losses import NotedLoss, max_loss
+from torchtitan_mixle.metrics.losses import NotedLoss, max_loss, worst_of_ranks
 from torchtitan_mixle.metrics.rates import job_rates
 from torchtitan_mixle.metrics.run_record import RunRecord
 from torchtitan_mixle.metrics.summary import Summary
@@ -133,31 +133,32 @@ class CausalLMMetrics(MetricsProcessor):
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        """Report a step; `grad_norm` is the norm before clipping. Rates are over the time since the last report."""
+        """Report a step; `grad_norm` is the norm before clipping. Rates are over the time since the last report.
+
+        Memory and the share of data loading are those of the rank where they are largest.
+        """
         seconds = time.perf_counter() - self.time_last_log
         extra = dict(extra_metrics or {})
         extra["n_tokens_seen"] = self._tokens_seen(int(extra.get("n_tokens_seen", 0)))
-        if self.losses is not None:
-            noted = self.losses.take(torch.device(utils.device_type))
-            global_max_loss = max_loss(noted, global_avg_loss, self.parallel_dims)
-        loss, worst = self._from_last_stage(global_avg_loss, global_max_loss)
         steps = max(1, step - self._step_before)
         rates = self.rates.over(self.ntokens_since_last_log, steps, seconds)
-        rates["data_loading_pct"] = 100 * sum(self.data_loading_times) / seconds
+        own = self._measures(seconds)
+        loss = self._from_last_stage(global_avg_loss)
+        worst_loss, worst = self._worst(own, global_max_loss)
+        rates["data_loading_pct"] = worst["data_loading_pct"]
         if self.bubble is not None:
             rates["bubble_pct"] = 100 * self.bubble
-        memory = self.device_memory_monitor.get_peak_stats()
         record = {
             "step": step,
             "loss": loss,
-            "max_loss": worst,
+            "max_loss": max_loss(worst_loss, loss),
             "grad_norm": grad_norm,
             "lr": extra.get("lr"),
             "tokens_seen": extra["n_tokens_seen"],
             "steps": steps,
             **rates,
-            "memory_gib": memory.max_reserved_gib,
-            "memory_active_gib": memory.max_active_gib,
+            "memory_gib": worst["memory_gib"],
+            "memory_active_gib": worst["memory_active_gib"],
         }
         if step == self._first_step:
             record["first_step"] = True  # of this start: it compiles and warms up
@@ -165,22 +166,40 @@ class CausalLMMetrics(MetricsProcessor):
             self.summary.add(rates, steps)
         if self.train_log is not None:
             self.train_log.append(record)
-        self.logger.log(_by_tag(record, extra), step)
+        of_this_rank = own if self.job_config.metrics.save_for_all_ranks else {}
+        self.logger.log(_by_tag(record | of_this_rank, extra), step)
         self._print_step(record)
         self._doubt(rates.get("mfu_pct", 0.0))
         self._restart_interval(step)
         self.device_memory_monitor.reset_peak_stats()
 
-    def _from_last_stage(self, *losses: float) -> list[float]:
-        """The losses of the pipeline's last stage, on every stage."""
+    def _measures(self, seconds: float) -> dict[str, float]:
+        """What this rank can say of itself alone, over the `seconds` since the last report."""
+        memory = self.device_memory_monitor.get_peak_stats()
+        return {
+            "data_loading_pct": 100 * sum(self.data_loading_times) / seconds,
+            "memory_gib": memory.max_reserved_gib,
+            "memory_active_gib": memory.max_active_gib,
+        }
+
+    def _worst(self, own: dict[str, float], trainers_max_loss: float) -> tuple[float, dict[str, float]]:
+        """The largest loss, and the largest of each measure, over all ranks."""
+        device = torch.device(utils.device_type)
+        if self.losses is None:  # as if it were the loss of one label
+            noted = torch.tensor([trainers_max_loss, float(self.has_loss)], dtype=torch.float64, device=device)
+        else:
+            noted = self.losses.take(device)
+        loss, measures = worst_of_ranks(noted, list(own.values()), self.parallel_dims)
+        return loss, dict(zip(own, measures, strict=True))
+
+    def _from_last_stage(self, loss: float) -> float:
+        """The loss of the pipeline's last stage, on every stage."""
         mesh = self.parallel_dims.get_optional_mesh("pp")
         if mesh is None:
-            return list(losses)
-        values = torch.tensor(losses, dtype=torch.float64, device=utils.device_type)
-        if not self.has_loss:
-            values.zero_()
-        dist.all_reduce(values, group=mesh.get_group())
-        return values.tolist()
+            return loss
+        value = torch.tensor(loss if self.has_loss else 0.0, dtype=torch.float64, device=utils.device_type)
+        dist.all_reduce(value, group=mesh.get_group())
+        return value.item()
 
     def _tokens_seen(self, counted_by_trainer: int) -> int:
         """Tokens of the whole run.
