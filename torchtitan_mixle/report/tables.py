@@ -16,7 +16,7 @@ _FIGURES = (
     ("tokens/s", "tokens_per_second", ",.0f"),
     ("p10 to p90", "tokens_per_second", "spread"),
     ("MFU %", "mfu_pct", ".2f"),
-    ("TFLOP/s a device", "tflops_per_device", ",.4g"),
+    ("TFLOP/s each", "tflops_per_device", ",.4g"),
     ("s/step", "step_seconds", ".4g"),
     ("data %", "data_loading_pct", ".1f"),
     ("bubble %", "bubble_pct", ".1f"),
@@ -46,6 +46,8 @@ def print_table(rows: pd.DataFrame, console: Console, title: str) -> None:
     for row, state in zip(texts, rows["status"], strict=True):
         color = _COLORS.get(state, "red")
         table.add_row(escape(row[0]), row[1], f"[{color}]{row[2]}", *row[3:])
+    if not console.is_terminal:
+        console.width = max(console.width, 160)  # a file or a pipe has no width of its own
     console.print(table)
     for name, state, reason in rows[["name", "status", "reason"]].itertuples(index=False):
         if isinstance(reason, str):
