@@ -63,7 +63,7 @@ def _bars(ax: Axes, rows: pd.DataFrame, key: str, form: str, color: str) -> None
             ax.text(0.01 * widest, place, state.replace("_", " "), va="center", fontsize=8, color=_DARK, style="italic")
         else:
             ax.text(max(value, end) + 0.015 * widest, place, form.format(x=value), va="center", fontsize=8)
-    ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.4g}" if widest < 1e3 else "{x:,.0f}"))
+    ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.4g}") if widest < 1e4 else EngFormatter(sep=""))
     ax.tick_params(axis="x", labelsize=8)
     ax.locator_params(axis="x", nbins=6)
 
