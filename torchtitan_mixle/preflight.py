@@ -18,7 +18,12 @@ from torchtitan_mixle.planning.stages import check_pipeline
 from torchtitan_mixle.planning.values import check_values
 
 
-def check_job(job_config: JobConfig) -> None:
+def check_started_job(job_config: JobConfig) -> None:
+    """`check_job` of the job that this process is a rank of."""
+    check_job(job_config, dist.get_world_size(), on_accelerator=torch.accelerator.is_available())
+
+
+def check_job(job_config: JobConfig, world_size: int, *, on_accelerator: bool) -> None:
     """Raise ConfigError on every rank for a job that cannot run. Needs no communication: all ranks see the same."""
     if not hasattr(job_config, "mixle"):
         raise ConfigError(
@@ -26,11 +31,11 @@ def check_job(job_config: JobConfig) -> None:
         )
     check_values(job_config)
     args = args_of(job_config)
-    plan = run_plan(job_config, dist.get_world_size())
+    plan = run_plan(job_config, world_size)
     check_plan(args, plan)
     if plan.pipeline_parallel_degree > 1:
         check_pipeline(job_config, args, plan)
-    check_options(job_config, args, plan, on_accelerator=torch.accelerator.is_available())
+    check_options(job_config, args, plan, on_accelerator=on_accelerator)
     _check_training_data(job_config, args, plan)
     if job_config.checkpoint.create_seed_checkpoint and plan.world_size != 1:
         raise ConfigError(

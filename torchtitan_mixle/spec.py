@@ -30,7 +30,7 @@ from torchtitan_mixle.model.args import CausalLMArgs, FlavorArgs, args_of
 from torchtitan_mixle.model.model import CausalLM
 from torchtitan_mixle.parallel.parallelize import parallelize
 from torchtitan_mixle.parallel.pipeline import Pipeline, build_pipeline
-from torchtitan_mixle.preflight import check_job
+from torchtitan_mixle.preflight import check_started_job
 from torchtitan_mixle.validate import build_validator
 
 NAME = "mixle"
@@ -41,7 +41,7 @@ def build_tokenizer(job_config: JobConfig) -> BaseTokenizer | None:
 
     TorchTitan's first call with the job's config, so the place for the start-up check.
     """
-    check_job(job_config)
+    check_started_job(job_config)
     datasets = [job_config.training.dataset]
     if job_config.validation.enable:
         datasets.append(job_config.validation.dataset)

@@ -10,7 +10,9 @@ from torchtitan_mixle.cli.convert import export, import_
 from torchtitan_mixle.cli.generate import generate
 from torchtitan_mixle.cli.parity import parity
 from torchtitan_mixle.cli.prepare import prepare
+from torchtitan_mixle.cli.report import report
 from torchtitan_mixle.cli.score import score
+from torchtitan_mixle.cli.sweep import sweep, sweep_point
 from torchtitan_mixle.errors import ConfigError
 
 COMMANDS: dict[str, Callable[..., Any]] = {
@@ -19,7 +21,10 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "import": import_,
     "parity": parity,
     "prepare": prepare,
+    "report": report,
     "score": score,
+    "sweep": sweep,
+    "sweep-point": sweep_point,
 }
 
 

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from torchtitan_mixle.config_file import read_config
 from torchtitan_mixle.errors import ConfigError
+from torchtitan_mixle.failures import first_error
 from torchtitan_mixle.planning.layouts import Layout, parse_layout
 
 # Relative tolerances of (loss and norm at step 1, loss at later steps) by the dtype that the job computes in.
@@ -180,7 +181,7 @@ def _run(
         lines = Path(folder, "metrics.jsonl")
         records = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
     if returncode or len(records) != steps:
-        return Result(layout, [], [], _reason(errors) or f"ended with exit code {returncode}")
+        return Result(layout, [], [], first_error(errors) or f"ended with exit code {returncode}")
     return Result(layout, _series(records, "loss"), _series(records, "grad_norm"))
 
 
@@ -212,17 +213,6 @@ def _flags(values: dict[str, Any]) -> list[str]:
             case _:
                 words += [f"--{key}", str(value)]
     return words
-
-
-def _reason(errors: str) -> str | None:
-    """The line that says what went wrong: ours, or else the last exception's."""
-    lines = [line.strip(" │|") for line in errors.splitlines()]
-    own = [line.split("ConfigError: ", 1)[1] for line in lines if "] ConfigError: " in line]
-    options = [line for line in lines if line.startswith(("Unrecognized options", "Invalid choice", "Invalid value"))]
-    exceptions = [
-        line for line in lines if line.split(":")[0].endswith(("Error", "Exception")) and "ChildFailedError" not in line
-    ]
-    return next(iter(own + options + exceptions), None)
 
 
 def _series(records: list[dict[str, Any]], key: str) -> list[float]:
