@@ -48,8 +48,8 @@ def _run(sweep: SweepFile, point: Point, progress: Progress) -> None:
         watcher.wait()
         raise
     if not read_status(folder).reason and watcher.returncode != 0:
+        end_leftover(sweep, point)  # while its status still has the process
         give_up_on(folder, f"the process that watched over it ended with exit code {watcher.returncode}")
-        end_leftover(sweep, point)
     progress.ended(point.name, read_status(folder))
 
 
