@@ -27,7 +27,7 @@ RECOMPUTATION: dict[str, dict[str, Any]] = {
     "op": {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"},
 }
 STEPS = 3
-CACHED_LAYOUTS = ["tp2", "fsdp2xtp2", "fsdp2xtp2", "tp2"]
+CACHED_LAYOUTS = ["tp2", "fsdp2xtp2", "tp2"]
 
 
 def steps(overrides: dict[str, Any], env: dict[str, str]) -> dict[str, Any]:
@@ -75,7 +75,10 @@ def test_compiled_equals_eager(backend: str, layout: str, ranks: RankPool, tmp_p
     """Each way to recompute, with and without compile, against plain eager of the same layout."""
     eager = run(ranks, layout, {}, tmp_path / "eager")
     assert eager["graphs"] == 0
-    for name, recompute in RECOMPUTATION.items():
+    # Whole blocks are recomputed around the compiled code, so a second layout shows nothing new of the C++ compiler.
+    ways = ("none", "op") if (backend, layout) == ("inductor", "fsdp2xtp2") else tuple(RECOMPUTATION)
+    for name in ways:
+        recompute = RECOMPUTATION[name]
         result = run(ranks, layout, recompute | {"compile.enable": True, "compile.backend": backend}, tmp_path / name)
         assert result["graphs"] > 0
         assert not result["graph_breaks"]
