@@ -54,7 +54,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], str]] = {
 FROM_GPT2 = {name for name, (*_, start) in LAYOUTS.items() if "gpt2" in start}
 
 
-VALIDATED = ("1", "fsdp2xtp2", "pp2")
+VALIDATED = ("1", "fsdp2xtp2")
 IN_SEVERAL_FILES = {"pp2xfsdp2", "tp2xpp2"}
 
 
