@@ -373,6 +373,59 @@ def test_untied_checkpoint_is_refused(mixle: tuple[LM, Path, Path], tmp_path: Pa
     assert record.n_head == 6
 
 
+def respoiled(imported: Path, folder: Path, value: float) -> Path:
+    """The imported checkpoint with one weight of another value, with its record."""
+    import torch.distributed.checkpoint as dcp
+
+    weights, record = open_checkpoint(imported)
+    state = {name: weights.read(name) for name in weights.shapes}
+    state["blocks.1.mlp.0.weight" if "blocks.1.mlp.0.weight" in state else "ln.weight"].view(-1)[5] = value
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+    record.write(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("to", "out"), [("mixle", "out.pt"), ("gpt2", "out")])
+def test_weights_beyond_the_dtype_are_not_written(
+    to: str, out: str, mixle: tuple[LM, Path, Path], tmp_path: Path, capsys: Capture
+) -> None:
+    large = respoiled(mixle[2], tmp_path / "large", -1e6)
+    words = ("export", large, "--to", to, "--out", tmp_path / out)
+    said = refusal(capsys, *words, "--dtype", "float16")
+    assert "has a weight of magnitude 1e+06, beyond the 65504 of float16; nothing is written" in said
+    assert [file.name for file in tmp_path.iterdir()] == ["large"]
+    command(*words, "--dtype", "bfloat16")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite(
+    value: float, mixle: tuple[LM, Path, Path], tmp_path: Path, capsys: Capture
+) -> None:
+    step = respoiled(mixle[2], tmp_path / "step", value)
+    for to, out in (("mixle", "out.pt"), ("gpt2", "out")):
+        assert "holds NaN or infinite numbers" in refusal(capsys, "export", step, "--to", to, "--out", tmp_path / out)
+    state = dict(mixle[0].module.state_dict())
+    state["ln.bias"] = torch.full_like(state["ln.bias"], value)
+    torch.save(state, tmp_path / "state.pt")
+    said = refusal(capsys, "import", tmp_path / "state.pt", "--out", tmp_path / "in", "--n-head", 6)
+    assert "ln.bias holds NaN or infinite numbers" in said
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["state.pt", "step"]
+
+
+def test_options_that_contradict_the_record(mixle: tuple[LM, Path, Path], tmp_path: Path, capsys: Capture) -> None:
+    """A wrong number of heads fits the weights as well."""
+    imported = mixle[2]
+    export = ("export", imported, "--to", "mixle", "--out", tmp_path / "out.pt")
+    assert "says n_head=6; leave it out" in refusal(capsys, *export, "--n-head", 3)
+    assert "says mup_attention=false; leave it out" in refusal(capsys, *export, "--mup-attention")
+    config = tmp_path / "job.toml"
+    config.write_text('[model]\nflavor = "debugmodel"\n[mixle]\nmup_attention = true\n')
+    assert f"{config} says n_head=" in refusal(capsys, *export, "--config", config)
+    assert not (tmp_path / "out.pt").exists()
+    command(*export, "--n-head", 6)
+
+
 def test_existing_output(mixle: tuple[LM, Path, Path], tmp_path: Path, capsys: Capture) -> None:
     """Without --overwrite nothing is touched; with it only what the command itself makes, and that whole."""
     _, file, imported = mixle

@@ -7,6 +7,8 @@ import pytest
 import torch
 from mixle.models.language_model import LM
 
+from torchtitan_mixle.cli.generate import _text
+from torchtitan_mixle.errors import ConfigError
 from torchtitan_mixle.model.args import CausalLMArgs
 from torchtitan_mixle.model.generate import generate
 from torchtitan_mixle.model.model import CausalLM, causal_attention
@@ -69,6 +71,26 @@ def test_model_is_left_as_it_was(models: tuple[LM, CausalLM]) -> None:
     list(itertools.islice(tokens, 3))
     tokens.close()
     assert all(block.attn.attend is causal_attention for block in models[1].blocks.values())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_that_is_not_finite_says_nothing(temperature: float) -> None:
+    model = CausalLM(CausalLMArgs(vocab_size=VOCAB, **SHAPE))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3)
+        model.ln.weight[3] = torch.nan
+    with pytest.raises(ConfigError, match="NaN or infinite numbers"):
+        next(generate(model, PROMPT, 1, temperature=temperature))
+
+
+def test_prompt_of_any_bytes() -> None:
+    """Words of a shell that are no UTF-8 come as surrogates; a tokenizer of bytes takes what they stand for."""
+    assert _text("é", any_bytes=False) == "é"
+    assert _text("a\udcff", any_bytes=True) == b"a\xff"
+    for prompt, any_bytes in (("a\udcff", False), ("\ud800", True)):
+        with pytest.raises(ConfigError, match="--prompt is not UTF-8"):
+            _text(prompt, any_bytes=any_bytes)
 
 
 def test_draws_follow_the_model(models: tuple[LM, CausalLM]) -> None:

@@ -19,7 +19,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.hf_datasets.text_datasets import build_text_dataloader
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
 
-from torchtitan_mixle.checkpoint.adapter import GPT2Adapter, check_start
+from torchtitan_mixle.checkpoint.adapter import GPT2Adapter
+from torchtitan_mixle.checkpoint.preflight import check_start
 from torchtitan_mixle.checkpoint.record import record_of_job
 from torchtitan_mixle.data.datasets import is_token_source, open_source
 from torchtitan_mixle.data.loader import GlobalOrderLoader, TrainingSamples

@@ -17,15 +17,12 @@ from torchtitan.protocols import BaseStateDictAdapter
 from torchtitan_mixle.checkpoint.gpt2 import (
     CONFIG,
     FILE_BYTES,
-    INDEX,
     GPT2Folder,
     config_json,
     file_numbers,
     warn_of_activation,
 )
-from torchtitan_mixle.checkpoint.reader import METADATA, Weights
-from torchtitan_mixle.checkpoint.record import FILE, ModelRecord, find_record, read_record
-from torchtitan_mixle.errors import ConfigError
+from torchtitan_mixle.checkpoint.record import ModelRecord
 from torchtitan_mixle.model.args import CausalLMArgs
 from torchtitan_mixle.model.weights import (
     GPT2_PREFIX,
@@ -141,65 +138,3 @@ def _laid_out(value: Tensor, like: Tensor) -> Tensor:
     if not isinstance(value, DTensor) or not isinstance(like, DTensor) or value.placements == like.placements:
         return value
     return distribute_tensor(value.full_tensor(), like.device_mesh, like.placements, src_data_rank=None)
-
-
-def check_start(job_config: Any, args: CausalLMArgs) -> tuple[GPT2Folder | None, str]:
-    """What a new run will start from: (the GPT-2 if it is one, the activation that its weights were trained with).
-
-    Raises ConfigError on every rank if its names, shapes or flags are not the model's. A run that has checkpoints of
-    its own goes on from those, as TorchTitan has it, and nothing is looked at.
-    """
-    checkpoint, record = job_config.checkpoint, ModelRecord.of(args, origin="this config")
-    dump_folder = Path(job_config.job.dump_folder)
-    if (dump_folder / checkpoint.folder).exists():
-        _check_newest(dump_folder / checkpoint.folder, checkpoint)
-        return None, _recorded_activation(dump_folder)
-    if not checkpoint.enable:
-        return None, "gelu"
-    if checkpoint.initial_load_in_hf:
-        folder = checkpoint.initial_load_path or job_config.model.hf_assets_path
-        source = GPT2Folder.open(folder)
-        record.require_same(source.record, what=folder)
-        return source, source.record.activation
-    if not checkpoint.initial_load_path:
-        return None, "gelu"
-    path = Path(checkpoint.initial_load_path)
-    Weights.open(path).check(record)
-    theirs = find_record(path)
-    if theirs is None:
-        return None, "gelu"
-    for name in ("n_head", "mup_attention"):
-        there, here = getattr(theirs, name), getattr(args, name)
-        if there != here:
-            raise ConfigError(
-                f"checkpoint.initial_load_path={str(path)!r} is of a model with {name}={there} ({theirs.origin}), and "
-                f"this model has {name}={here}"
-            )
-    return None, theirs.activation
-
-
-def _check_newest(folder: Path, checkpoint: Any) -> None:
-    """Raise ConfigError if the run would go on from the Hugging Face files that an earlier start ended in."""
-    steps = {int(step.name[5:]): step for step in folder.glob("step-*") if step.name[5:].isdecimal()}
-    whole = {n: (step / METADATA).is_file() for n, step in steps.items() if _is_saved(step)}
-    newest = max(whole, default=-1) if checkpoint.load_step == -1 else checkpoint.load_step
-    if checkpoint.enable and whole.get(newest) is False:
-        others = max((n for n, continues in whole.items() if continues), default=None)
-        go_on = f"set checkpoint.load_step={others} to go on from there, or " if others is not None else ""
-        raise ConfigError(
-            f"{steps[newest]} holds Hugging Face files (checkpoint.last_save_in_hf), from which a run cannot go on; "
-            f"{go_on}start a new run from them with another job.dump_folder, checkpoint.initial_load_in_hf=true and "
-            f"checkpoint.initial_load_path={str(steps[newest])!r}"
-        )
-
-
-def _is_saved(step: Path) -> bool:
-    return any((step / name).is_file() for name in (METADATA, INDEX))
-
-
-def _recorded_activation(dump_folder: Path) -> str:
-    """What the earlier start of this run has noted; a damaged note is no reason not to go on."""
-    try:
-        return read_record(dump_folder / FILE).activation
-    except ConfigError:
-        return "gelu"

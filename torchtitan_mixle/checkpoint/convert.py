@@ -1,6 +1,7 @@
 """Whole models from and to other programs' files, in one process, with no more than one copy in memory."""
 
 import json
+import math
 import re
 import shutil
 import warnings
@@ -47,6 +48,8 @@ def import_model(source: Source, out: Path, *, overwrite: bool, track: Track) ->
     names = list(weight_shapes(source.record))
     with whole(out, overwrite=overwrite, is_ours=is_imported) as folder:
         state = {name: source.read(name) for name in track(names, "reading") if name != "head.weight"}
+        for name, value in state.items():
+            _largest(name, value)
         # A copy for DCP to write, as a run has both; in memory they are one.
         state["head.weight"] = state["tok.weight"]
         with _single_process():
@@ -150,8 +153,27 @@ def _holds_only(folder: Path, names: re.Pattern[str]) -> bool:
 
 
 def _cast(name: str, value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """To the asked-for dtype; the muP multiplier is one number and stays exact."""
-    return value if dtype is None or name == MULTIPLIER else value.to(dtype)
+    """To the asked-for dtype; the muP multiplier is one number and stays exact.
+
+    Raises ConfigError if the weight is not finite, or would not be in that dtype.
+    """
+    largest = _largest(name, value)
+    if dtype is None or name == MULTIPLIER:
+        return value
+    if torch.tensor(largest, dtype=torch.float64).to(dtype).isinf():
+        raise ConfigError(
+            f"{name} has a weight of magnitude {largest:.6g}, beyond the {torch.finfo(dtype).max:.6g} of "
+            f"{str(dtype).removeprefix('torch.')}; nothing is written, use --dtype bfloat16 or float32"
+        )
+    return value.to(dtype)
+
+
+def _largest(name: str, value: Tensor) -> float:
+    """The largest magnitude in a weight, without a copy of it. Raises ConfigError if it is NaN or infinite."""
+    low, high = (x.item() for x in value.aminmax())
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise ConfigError(f"{name} holds NaN or infinite numbers; nothing is written, use weights of an earlier step")
+    return max(abs(low), abs(high))
 
 
 def _gpt2_key(name: str) -> str:

@@ -82,6 +82,8 @@ class Weights:
             if isinstance(entry, TensorStorageMetadata) and not name.startswith(_NOT_WEIGHTS)
         }
         self.shapes: dict[str, tuple[int, ...]] = {name: tuple(entry.size) for name, entry in entries.items()}
+        self.others = frozenset(reader.metadata.state_dict_metadata) - entries.keys()
+        """Names of what is stored beside the weights: the optimizer's state, the data's place and so on."""
         self.dtypes: dict[str, torch.dtype] = {name: entry.properties.dtype for name, entry in entries.items()}
 
     @classmethod

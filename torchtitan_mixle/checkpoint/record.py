@@ -71,6 +71,15 @@ class ModelRecord:
                 remedy = f"set [mixle] {name}={there}" if name in ("vocab_size", "block") else "use another flavor"
                 raise ConfigError(f"{what} has {name}={there}, and the model of {self.origin} {name}={here}; {remedy}")
 
+    def require_same_use(self, other: "ModelRecord") -> None:
+        """Raise ConfigError unless both use the same weights in the same way, which weights do not show."""
+        for name in ("n_head", "mup_attention"):
+            there, here = getattr(other, name), getattr(self, name)
+            if there != here:
+                raise ConfigError(
+                    f"{self.origin} says {name}={here}, and {other.origin} {name}={there}; make them agree"
+                )
+
     def write(self, folder: Path) -> None:
         """Leave the record in a folder, whole or not at all."""
         table = {"format": FORMAT, "version": VERSION} | asdict(self)
@@ -95,16 +104,29 @@ def record_for(
 ) -> ModelRecord | None:
     """The record of a checkpoint's model: of `config` if given, else the one beside it; None if neither is there.
 
-    `n_head` and `mup_attention` overrule what the record says.
+    Raises ConfigError if `config`, `n_head` or `mup_attention` contradicts what else is known of the model: a wrong
+    number of heads or scale fits the weights as well, and makes another model of them.
     """
-    record = find_record(checkpoint) if config is None else record_of_config(config)
+    record = find_record(checkpoint) if config is None else _undisputed(record_of_config(config), checkpoint)
     if record is None:
         return None
-    return replace(
-        record,
-        n_head=record.n_head if n_head is None else n_head,
-        mup_attention=record.mup_attention or mup_attention,
-    )
+    if n_head not in (None, record.n_head):
+        raise ConfigError(f"--n-head {n_head}: {record.origin} says n_head={record.n_head}; leave it out")
+    if mup_attention and not record.mup_attention:
+        raise ConfigError(f"--mup-attention: {record.origin} says mup_attention=false; leave it out")
+    return record
+
+
+def _undisputed(record: ModelRecord, checkpoint: Path) -> ModelRecord:
+    """A config's record, unless a readable one beside the checkpoint differs in what the weights do not show."""
+    try:
+        beside = find_record(checkpoint)
+    except ConfigError:  # the reason for giving a config
+        return record
+    if beside is not None:
+        record.require_same_use(beside)
+        return replace(record, activation=beside.activation)
+    return record
 
 
 def read_record(file: Path) -> ModelRecord:

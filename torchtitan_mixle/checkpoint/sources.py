@@ -44,6 +44,8 @@ def open_source(path: Path, *, n_head: int | None, mup_attention: bool) -> Sourc
     path = path.expanduser()
     if not path.exists():
         raise ConfigError(f"{path} does not exist; give a file of mixle's LM.save, a state dict or a GPT-2 folder")
+    if path.is_dir() and mup_attention:
+        raise ConfigError(f"--mup-attention: a GPT-2 as in {path} has no muP attention; leave it out")
     source = _gpt2(path) if path.is_dir() else _mixle(path, n_head, mup_attention)
     if n_head not in (None, source.record.n_head):
         raise ConfigError(f"--n-head {n_head}: {source.record.origin} says n_head={source.record.n_head}; leave it out")
@@ -75,6 +77,8 @@ def _mixle(path: Path, n_head: int | None, mup_attention: bool) -> Source:
         record, state = _lm_record(payload, path), payload["state_dict"]
     else:
         record, state = _bare_record(payload, path, n_head), payload
+    if mup_attention and payload.get("mup_attention") is False:
+        raise ConfigError(f"--mup-attention: {path} says mup_attention=False; leave it out")
     record = replace(record, mup_attention=record.mup_attention or mup_attention)
     _check_state(state, record, path)
     left = dict(state)

@@ -46,6 +46,7 @@ def import_(
     if config is not None:
         wanted = record_of_config(config)
         wanted.require_same(model.record, what=str(source))
+        wanted.require_same_use(model.record)
     if warning := warn_of_activation(model.record.activation):
         _warn(warning)
     import_model(model, out, overwrite=overwrite, track=_track)

@@ -1,5 +1,6 @@
 """`torchtitan-mixle generate`: text from a checkpoint."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -46,7 +47,7 @@ def generate(
 
     weights, record = open_checkpoint(checkpoint, **vars(about))
     tokens = find_tokenizer(record, tokenizer)
-    ids = tokens.encode_batch([prompt])[0].tolist() or [tokens.eod_id]
+    ids = tokens.encode_batch([_text(prompt, any_bytes=tokens.any_bytes)])[0].tolist() or [tokens.eod_id]
     model = load_model(weights, record, device=device, dtype=dtype)
     made: list[int] = []
     shown = tokens.decode(ids)
@@ -70,6 +71,22 @@ def generate(
             shown = text
     print(tokens.decode(ids + made)[len(shown) :])
     sys.stdout.flush()
+
+
+def _text(prompt: str, *, any_bytes: bool) -> str | bytes:
+    """The prompt, or the bytes behind it where the shell's words were no UTF-8 (Python keeps them as surrogates)."""
+    try:
+        prompt.encode()
+        return prompt
+    except UnicodeEncodeError:
+        pass
+    try:
+        raw = os.fsencode(prompt)
+    except UnicodeEncodeError:
+        any_bytes = False
+    if not any_bytes:
+        raise ConfigError("--prompt is not UTF-8, and the tokenizer takes text alone; convert the prompt to UTF-8")
+    return raw
 
 
 def _check(n: int, temperature: float, top_k: int | None, seed: int) -> None:

@@ -62,6 +62,11 @@ def score(
     model = load_model(weights, record, device=device, dtype=dtype)
     starts = track(range(0, count, batch_size), description="scoring", console=Console(stderr=True))
     loss, tokens = mean_loss(model, (windows.__getitems__(list(range(i, min(i + batch_size, count)))) for i in starts))
+    if not math.isfinite(loss):
+        raise ConfigError(
+            f"the loss of {source.name} is {loss}: weights of {checkpoint} are not finite, or too large for the dtype; "
+            f"use an earlier step, or --dtype float32"
+        )
     perplexity = math.exp(loss) if loss < 700 else math.inf
     if as_json:
         print(json.dumps({"loss": loss, "perplexity": perplexity, "tokens": tokens, "seq_len": length}))

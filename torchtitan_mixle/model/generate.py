@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchtitan_mixle.errors import ConfigError
 from torchtitan_mixle.model.model import CausalAttention, CausalLM, causal_attention
 
 
@@ -66,6 +67,7 @@ def generate(
     """Up to `n` ids that follow `prompt` (at least one id), each drawn from softmax(logits / temperature).
 
     A temperature of 0 takes the likeliest id. `top_k` draws among the likeliest k alone, `n_ids` among ids below it.
+    Raises ConfigError if the logits are not finite.
     The model sees the last `block` ids, as mixle's `LM.generate` does: up to that length a token costs one position
     with the cache, beyond it the positions of all of them shift, and each token costs a whole pass with or without.
     """
@@ -83,6 +85,11 @@ def generate(
             window = torch.tensor([ids[-block:][done:]], device=device)  # (1, T)
             positions = torch.arange(done, done + window.shape[1], device=device)
             logits = model(window, positions)[0, -1, :n_ids].float().cpu()  # (V,)
+            if not logits.isfinite().all():
+                raise ConfigError(
+                    f"the model's logits for token {len(ids)} hold NaN or infinite numbers: its weights do, or they "
+                    f"are too large for the dtype; use an earlier step, or --dtype float32"
+                )
             ids.append(_draw(logits, temperature, top_k, generator))
             yield ids[-1]
 

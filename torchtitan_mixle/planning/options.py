@@ -13,6 +13,7 @@ _FLOAT8_MULTIPLE = 16  # float8 matrix units take operands in multiples of 16
 def check_options(job_config: Any, shape: ModelShape, plan: RunPlan, *, on_accelerator: bool) -> None:
     """Raise ConfigError for a combination of TorchTitan's options that this model cannot run."""
     _check_activation_checkpoint(job_config, plan)
+    _check_checkpoint(job_config)
     _check_data_parallel(job_config, plan)
     _check_machine(job_config, on_accelerator)
     if on_accelerator and plan.context_parallel_degree > 1:
@@ -21,6 +22,21 @@ def check_options(job_config: Any, shape: ModelShape, plan: RunPlan, *, on_accel
         _check_async_tp(job_config, plan, on_accelerator)
     if "float8" in job_config.model.converters:
         _check_float8(job_config, shape, plan, on_accelerator)
+
+
+def _check_checkpoint(job_config: Any) -> None:
+    """What is to be loaded or left behind would not be, without a word. How often to save and the like may stay."""
+    checkpoint = job_config.checkpoint
+    if checkpoint.enable:
+        return
+    unused = {"initial_load_path": (None, ""), "load_step": (-1,)}
+    unused |= dict.fromkeys(("initial_load_in_hf", "last_save_in_hf", "create_seed_checkpoint"), (False,))
+    for name, off in unused.items():
+        if (value := getattr(checkpoint, name)) not in off:
+            raise ConfigError(
+                f"checkpoint.{name}={value!r} does nothing with checkpoint.enable=false; set checkpoint.enable=true, "
+                f"or leave {name} out"
+            )
 
 
 def _check_activation_checkpoint(job_config: Any, plan: RunPlan) -> None:
