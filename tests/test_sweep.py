@@ -10,9 +10,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from tests.jobs import DEBUG_CONFIG, ROOT
+from tests.slurm import Slurm
 from torchtitan_mixle import failures
 from torchtitan_mixle.errors import ConfigError
 from torchtitan_mixle.sweep.file import read_sweep
@@ -97,8 +99,8 @@ FAULTS = {
 }
 
 
-def command(path: Path) -> list[str]:
-    return [sys.executable, "-m", "torchtitan_mixle", "sweep", str(path)]
+def command(path: Path, *more: str) -> list[str]:
+    return [sys.executable, "-m", "torchtitan_mixle", "sweep", str(path), *more]
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -145,3 +147,26 @@ def test_failures_are_rows_and_a_killed_sweep_continues(tmp_path: Path) -> None:
     assert "did not end within 45 s" in reasons["hanging"]
     assert (folder / "report" / "throughput.png").stat().st_size > 5000
     assert "this point is broken" in (folder / "report" / "report.md").read_text()
+
+
+@pytest.mark.slow
+def test_slurm_gives_the_table_of_this_machine(slurm: Slurm, tmp_path: Path) -> None:
+    """Three points, the second of them broken: two results and a failure from either launcher."""
+    axis = '[axes]\nexperimental.custom_import = ["torchtitan_mixle", "crashing", "sound"]\n'
+    (tmp_path / "sound.py").write_text("import torchtitan_mixle\n")
+    paths = {}
+    for launcher in ("slurm", "local"):
+        (tmp_path / launcher).mkdir()
+        text = f'folder = "{tmp_path / launcher / "out"}"\n{HEAD}{axis}{SMALL}'
+        paths[launcher] = write(tmp_path / launcher, text)
+    tables = {}
+    for launcher, path in paths.items():
+        words = command(path, f"--launcher={launcher}")
+        there = environment(tmp_path) | {key: slurm.environment[key] for key in ("PATH", "SLURM_CONF")}
+        ended = subprocess.run(words, env=there, cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False)
+        assert ended.returncode == 1, ended.stdout + ended.stderr
+        table = pd.read_csv(path.parent / "out" / "report" / "report.csv")
+        assert list(table["tokens_per_second"].notna()) == [True, False, True]
+        tables[launcher] = table[["name", "processes", "status", "reason", "runs_done", "reports", "steps", "loss"]]
+    assert list(tables["local"]["status"]) == ["done", "failed", "done"]
+    pd.testing.assert_frame_equal(tables["slurm"], tables["local"])

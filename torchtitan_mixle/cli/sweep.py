@@ -38,6 +38,8 @@ def sweep(
     from torchtitan_mixle.sweep.file import read_sweep
     from torchtitan_mixle.sweep.prepare import load_points, only_one, write_sweep
 
+    if no_wait and launcher != "slurm":
+        raise ConfigError("--no-wait needs --launcher slurm: on this machine the sweep ends with its command")
     console = Console()
     plan = read_sweep(file)
     with console.status("checking the points"):
@@ -50,7 +52,8 @@ def sweep(
     )
     if dry_run:
         for point, reason in points:
-            console.print(f"{point.name}: {reason or 'ready'}", markup=False, highlight=False, soft_wrap=True)
+            run = f" (run {point.repeat} of {plan.repeats})" if plan.repeats > 1 else ""
+            console.print(f"{point.name}{run}: {reason or 'ready'}", markup=False, highlight=False, soft_wrap=True)
         return 0
     with only_one(plan.folder):
         pending = write_sweep(plan, points, retry=retry)
@@ -69,6 +72,7 @@ def _launch(
     from torchtitan_mixle.sweep.progress import Progress
 
     if launcher == "local":
+        slurm.check_not_queued(plan, pending)
         with Progress(console, len(pending), earlier=earlier) as progress:
             run_here(plan, pending, progress)
         return True

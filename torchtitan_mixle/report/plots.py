@@ -28,8 +28,8 @@ def draw_plots(rows: pd.DataFrame, runs: Sequence[Run], out: Path, title: str) -
     if rows["tokens_per_second"].notna().any():
         paths.append(_throughput(rows, out / "throughput.png", title))
         paths.append(_step_time(rows, out / "step_time.png", title))
-    if any(len(records) > 1 for run in runs for records in run.records):
-        paths.append(_loss(runs, out / "loss.png", title))
+    if curves := [(run.name, curve) for run in runs if len(curve := _curve(run)) > 1]:
+        paths.append(_loss(curves, out / "loss.png", title))
     return paths
 
 
@@ -93,17 +93,34 @@ def _step_time(rows: pd.DataFrame, path: Path, title: str) -> Path:
     return _save(figure, path, f"{title}: where a step's time goes", "")
 
 
-def _loss(runs: Sequence[Run], path: Path, title: str) -> Path:
+Curve = list[tuple[float, float, float]]
+"""Tokens, seconds of training and loss, report by report."""
+
+
+def _curve(run: Run) -> Curve:
+    """Of the first of the run's repeats that has a loss; a report without one of the three figures has no point."""
+    for records in run.records:
+        curve: Curve = []
+        seconds = 0.0
+        for record in records:
+            tokens, loss = record.get("tokens_seen"), record.get("loss")
+            seconds += (record.get("step_seconds") or 0.0) * (record.get("steps") or 1)
+            if tokens is not None and loss is not None:
+                curve.append((tokens, seconds, loss))
+        if curve:
+            return curve
+    return []
+
+
+def _loss(curves: Sequence[tuple[str, Curve]], path: Path, title: str) -> Path:
     """Loss against tokens, and against the time that training took."""
-    drawn = [(run, records) for run in runs for records in run.records[:1] if len(records) > 1]
-    figure = Figure(figsize=(_WIDTH_INCHES, max(4.5, 1.5 + 0.17 * len(drawn))), layout="constrained")
+    figure = Figure(figsize=(_WIDTH_INCHES, max(4.5, 1.5 + 0.17 * len(curves))), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
-    for i, (run, records) in enumerate(drawn):
-        steps = [record for record in records if record.get("loss") is not None]
-        look: dict[str, Any] = {"color": _color(i, len(drawn)), "linestyle": ("-", "--", ":", "-.")[i // 10 % 4]}
-        loss = [record["loss"] for record in steps]
-        axes[0].plot([record["tokens_seen"] for record in steps], loss, label=run.name, linewidth=1.4, **look)
-        axes[1].plot(_elapsed(records, steps), loss, linewidth=1.4, **look)
+    for i, (name, curve) in enumerate(curves):
+        look: dict[str, Any] = {"color": _color(i, len(curves)), "linestyle": ("-", "--", ":", "-.")[i // 10 % 4]}
+        tokens, seconds, loss = zip(*curve, strict=True)
+        axes[0].plot(tokens, loss, label=_short(name), linewidth=1.4, **look)
+        axes[1].plot(seconds, loss, linewidth=1.4, **look)
     axes[0].set_xlabel("tokens")
     axes[0].xaxis.set_major_formatter(EngFormatter(sep=""))
     axes[0].set_ylabel("training loss (nats a token)")
@@ -115,13 +132,6 @@ def _loss(runs: Sequence[Run], path: Path, title: str) -> Path:
     return _save(figure, path, f"{title}: loss", "")
 
 
-def _elapsed(records: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]]) -> list[float]:
-    """Seconds of training up to each of the steps."""
-    seconds = [float(record["step_seconds"]) * int(record.get("steps", 1)) for record in records]
-    at = dict(zip((record["step"] for record in records), np.cumsum(seconds), strict=True))
-    return [float(at[record["step"]]) for record in steps]
-
-
 def _color(i: int, n: int) -> Any:
     return colormaps["tab10"](i % 10) if n <= 40 else colormaps["viridis"](i / n)
 
@@ -131,14 +141,19 @@ def _rows_of_bars(rows: pd.DataFrame, panels: int) -> tuple[Figure, list[Axes]]:
     height = 1.9 + _ROW_INCHES * len(rows)
     figure = Figure(figsize=(_WIDTH_INCHES, height), layout="constrained")
     axes = list(np.atleast_1d(figure.subplots(1, panels, sharey=True)))
-    names = [name if len(name) <= 60 else f"{name[:57]}..." for name in rows["name"]]
-    axes[0].set_yticks(np.arange(len(rows)), names, fontsize=9)
+    axes[0].set_yticks(np.arange(len(rows)), list(map(_short, rows["name"])), fontsize=9)
     axes[0].set_ylim(len(rows) - 0.4, -0.6)
     for ax in axes:
         ax.grid(axis="x", alpha=0.3)
         ax.set_axisbelow(True)
         ax.spines[["top", "right"]].set_visible(False)
     return figure, axes
+
+
+def _short(name: str) -> str:
+    """The name on one line of a picture, and as text: matplotlib takes what is between two $ for a formula."""
+    name = name.replace("$", r"\$")
+    return name if len(name) <= 60 else f"{name[:40]}...{name[-17:]}"
 
 
 def _save(figure: Figure, path: Path, title: str, note: str) -> Path:

@@ -42,11 +42,11 @@ class Run:
         self.facts.append(record if isinstance(record, dict) else {})
 
     def steady(self) -> list[dict[str, Any]]:
-        """Reports of the runs that came to their end, after warm-up and without the first, compiling one."""
+        """Reports after warm-up, without the first, compiling one; a sweep's runs must have come to their end."""
         return [
             record
             for status, records in zip(self.statuses, self.records, strict=True)
-            if status.state == states.DONE
+            if status.state == states.DONE or not self.sweep
             for record in records
             if int(record["step"]) > self.warmup and not record.get("first_step")
         ]
@@ -94,7 +94,7 @@ def _values(records: Sequence[dict[str, Any]], key: str) -> list[float]:
 def read_runs(folders: Sequence[Path]) -> list[Run]:
     """The points and runs in folders of sweeps and of runs. Raises ConfigError for a folder that is neither."""
     runs: list[Run] = []
-    for folder in folders:
+    for folder in {folder.resolve(): folder for folder in folders}.values():  # a folder that is named twice, once
         if (folder / "sweep.json").is_file():
             runs += _read_sweep(folder)
         elif (folder / "metrics.jsonl").is_file() or (folder / "run.json").is_file():
@@ -103,6 +103,8 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
             raise ConfigError(
                 f"{folder} is neither a sweep's folder (with a sweep.json) nor a run's (with a metrics.jsonl)"
             )
+    if not runs:
+        raise ConfigError("there is nothing to report on; name folders of sweeps or of runs")
     _tell_apart(runs)
     return runs
 
@@ -110,28 +112,43 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 def _read_sweep(folder: Path) -> list[Run]:
     try:
         sweep = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
-        points, warmup = sweep["points"], int(sweep["warmup"])
+        warmup = int(sweep["warmup"])
         by_name: dict[str, Run] = {}
-        for point in points:
+        for point in sweep["points"]:
             blank = Run(point["name"], warmup=warmup, world_size=sweep["world_size"], sweep=sweep["name"])
             run = by_name.setdefault(point["name"], blank)
             place = folder / point["folder"]
             run.add(place, read_status(place))
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{folder / 'sweep.json'} cannot be read: {error!r}; run the sweep again") from None
     return list(by_name.values())
 
 
 def _read_run(folder: Path) -> Run:
+    """A single run: what became of it is in its run.json, unless it was killed or goes on."""
     run = Run(folder.resolve().name)
     run.add(folder, Status(states.DONE))
-    wanted = (run.facts[0].get("config") or {}).get("training", {}).get("steps")
-    last = run.records[0][-1]["step"] if run.records[0] else 0
-    if run.facts[0].get("ended") == "stopped":
-        run.statuses[0] = Status(states.DONE, f"stopped at step {last} of {wanted}")
+    last = int(run.records[0][-1]["step"]) if run.records[0] else 0
+    wanted = _steps_of(run.facts[0])
+    of = "" if wanted is None else f" of {wanted}"
+    ended = run.facts[0].get("ended")
+    if ended == "failed":
+        run.statuses[0] = Status(states.FAILED, f"failed after step {last}{of}")
+    elif ended == "stopped":
+        run.statuses[0] = Status(states.DONE, f"stopped at step {last}{of}")
+    elif not last:
+        run.statuses[0] = Status(states.PENDING, f"has no readable step{of} in its metrics.jsonl")
     elif wanted is not None and last < wanted:
-        run.statuses[0] = Status(states.DONE, f"has {last} of {wanted} steps")
+        run.statuses[0] = Status(states.DONE, f"has {last}{of} steps")
     return run
+
+
+def _steps_of(facts: dict[str, Any]) -> int | None:
+    """How many steps the run was to take; None where its run.json does not say."""
+    place: Any = facts
+    for key in ("config", "training", "steps"):
+        place = place.get(key) if isinstance(place, dict) else None
+    return place if isinstance(place, int) else None
 
 
 def _tell_apart(runs: list[Run]) -> None:

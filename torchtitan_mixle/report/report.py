@@ -20,12 +20,12 @@ def write_report(folders: Sequence[Path], out: Path, console: Console) -> pd.Dat
     if devices:
         title += f", on {', '.join(devices)}"
     print_table(rows, console, title)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot write to the folder {out}: {error.strerror}; give another one as --out") from None
     from torchtitan_mixle.report.plots import draw_plots
 
-    paths = [*write_tables(rows, out, title), *draw_plots(rows, runs, out, title)]
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        paths = [*write_tables(rows, out, title), *draw_plots(rows, runs, out, title)]
+    except OSError as error:
+        raise ConfigError(f"cannot write to the folder {out}: {error.strerror}; give another one as --out") from None
     console.print(f"wrote {', '.join(path.name for path in paths)} to {out}", highlight=False, soft_wrap=True)
     return rows

@@ -74,6 +74,7 @@ def read_sweep(path: Path) -> SweepFile:
     if values["warmup"] >= values["steps"]:
         raise ConfigError(f"{path}: warmup={values['warmup']} leaves none of steps={values['steps']} to measure")
     tables = {key: _table(path, content.get(key, {}), key) for key in _TABLES}
+    _check_slurm(path, tables["slurm"])
     lists = {key: _tables(path, content.get(key, []), key) for key in _LISTS_OF_TABLES}
     groups = [_axis(path, key, alternatives) for key, alternatives in tables["axes"].items()]
     groups += [_zipped(path, rows) for rows in lists["zip"]]
@@ -159,6 +160,15 @@ def _zipped(path: Path, columns: Values) -> list[Values]:
         if row in rows[:i]:
             raise ConfigError(f"{path}: a [[zip]] has the row {row} twice; use repeats to run a point more than once")
     return rows
+
+
+def _check_slurm(path: Path, options: Values) -> None:
+    for key, value in options.items():
+        if key in ("array", "nodes", "parsable", "wrap", "wait"):
+            remedy = "by its own key nodes" if key == "nodes" else "by itself"
+            raise ConfigError(f"{path}: [slurm] has {key}, which a sweep sets {remedy}; leave it out")
+        if not isinstance(value, str | int):  # true and false are whole numbers to Python
+            raise ConfigError(f"{path}: [slurm] {key}={value!r} must be text in quotes, a whole number, true or false")
 
 
 def _check_set_once(path: Path, groups: list[list[Values]]) -> None:

@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_mixle import failures
-from torchtitan_mixle.errors import ConfigError
+from torchtitan_mixle.errors import STOPPED, ConfigError
 from torchtitan_mixle.metrics.records import read_records
 from torchtitan_mixle.sweep import status as states
 from torchtitan_mixle.sweep.processes import end_tree
 from torchtitan_mixle.sweep.status import Status, read_json, write_status
 
-STOPPED = 75
-"""Exit code of a run that was asked to stop, saved and did (EX_TEMPFAIL of sysexits.h)."""
 _POLL_S = 0.2
 _LOG_READ = 4 << 20  # bytes from either end of a log that are looked through
 
@@ -128,11 +126,12 @@ class _Asked:
 
 
 def _wait(process: subprocess.Popen[bytes], deadline: float, asked: _Asked) -> str | None:
-    """None if the process ended by itself."""
+    """None if the process ended by itself, also if it did so well just before it was to be ended."""
     while True:
         try:
-            process.wait(timeout=_POLL_S)
-            return None
+            code = process.wait(timeout=_POLL_S)
+            # SLURM signals this process and its srun at once: which of the two is seen first is a matter of chance.
+            return states.INTERRUPTED if code != 0 and asked else None
         except subprocess.TimeoutExpired:
             pass
         if asked or time.monotonic() > deadline:

@@ -97,6 +97,18 @@ def wait(sweep: SweepFile, tasks: dict[Task, Point], progress: Progress) -> None
             time.sleep(_POLL_S)
 
 
+def check_not_queued(sweep: SweepFile, points: Sequence[Point]) -> None:
+    """Raise ConfigError if the array of an earlier --launcher slurm still has one of the points to run."""
+    if shutil.which("squeue") is None:  # the sweep's folder is on a machine that has no part in that cluster
+        return
+    if tasks := in_queue(sweep, points):
+        jobs = ", ".join(sorted({job for job, _ in tasks}))
+        raise ConfigError(
+            f"SLURM still has {len(tasks)} points of this sweep in its queue; scancel {jobs} first, "
+            "or use --launcher slurm, which waits for them"
+        )
+
+
 def _is_final(folder: Path) -> bool:
     status = read_status(folder)
     return status.ended or status.state == states.INTERRUPTED
