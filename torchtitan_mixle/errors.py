@@ -1,8 +1,9 @@
 """The one exception a user's mistake raises, how it reaches the terminal, and the exit code of a stopped run."""
 
+import difflib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 
 STOPPED = 75
@@ -17,6 +18,16 @@ class ConfigError(ValueError):
 
     Raised with the same text on every rank that sees it: at start-up on all of them, before anything is built.
     """
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """For an unknown word: "did you mean ...?", also by the last part of a key with dots; else all known ones."""
+    known = list(known)
+    near = difflib.get_close_matches(word, known, n=1)
+    if not near:  # the right name in the wrong section
+        last = difflib.get_close_matches(word.rsplit(".", 1)[-1], [key.rsplit(".", 1)[-1] for key in known], n=1)
+        near = [key for key in known if last and key.rsplit(".", 1)[-1] == last[0]]
+    return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(known))}"
 
 
 Explain = Callable[[BaseException, TracebackType | None], ConfigError | None]

@@ -4,13 +4,12 @@ TorchTitan parses the config and multiplies the degrees out itself, with bare as
 the frames of the traceback, so the process's last words can name the values, the rule and a remedy.
 """
 
-import difflib
 from collections.abc import Iterator
 from dataclasses import fields
 from types import FrameType, TracebackType
 from typing import Any
 
-from torchtitan_mixle.errors import ConfigError
+from torchtitan_mixle.errors import ConfigError, suggestion
 from torchtitan_mixle.planning.check import DEGREES, RunPlan, check_degrees
 
 
@@ -48,6 +47,4 @@ def _wrong_degrees(parallelism: Any, world_size: int) -> ConfigError | None:
 def _unknown_key(key: str, class_name: str, known: set[str]) -> ConfigError:
     section = class_name.removeprefix("Merged")
     where = "section" if section == "JobConfig" else f"key of [{section.lower()}]"
-    near = difflib.get_close_matches(key, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(known))}"
-    return ConfigError(f"{key!r} is not a {where}; {hint}")
+    return ConfigError(f"{key!r} is not a {where}; {suggestion(key, known)}")

@@ -13,6 +13,7 @@ from torchtitan_mixle.config_file import read_config
 from torchtitan_mixle.errors import ConfigError
 from torchtitan_mixle.flavors import FLAVORS
 from torchtitan_mixle.metrics.counting import ModelShape, count_parameters
+from torchtitan_mixle.whole_file import write_whole
 
 FILE = "mixle_model.json"
 FORMAT = "torchtitan-mixle model"
@@ -85,9 +86,7 @@ class ModelRecord:
         table = {"format": FORMAT, "version": VERSION} | asdict(self)
         del table["origin"]
         folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f".{FILE}.partial"
-        partial.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-        partial.replace(folder / FILE)
+        write_whole(folder / FILE, json.dumps(table, indent=1) + "\n")
 
 
 def find_record(checkpoint: Path) -> ModelRecord | None:

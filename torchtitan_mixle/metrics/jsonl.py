@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torchtitan_mixle.whole_file import write_whole
+
 
 class StepLog:
     """Appends records that have a "step" to a file.
@@ -42,9 +44,7 @@ class StepLog:
             return
         with self.path.with_suffix(".superseded.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(line + "\n" for line in dropped)
-        rewritten = self.path.with_suffix(".tmp")
-        rewritten.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        rewritten.replace(self.path)
+        write_whole(self.path, "".join(line + "\n" for line in kept))
 
 
 def _step_of(line: str) -> float:

@@ -13,6 +13,8 @@ import torch
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 
+from torchtitan_mixle.whole_file import write_whole
+
 _PACKAGES = ("torch", "torchtitan", "torchtitan-mixle", "mixle", "triton", "torchao", "numpy", "tokenizers")
 
 
@@ -37,9 +39,7 @@ class RunRecord:
         self._facts |= more
         record = self._facts | {"config": self._job_config.to_dict()}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        whole = self.path.with_suffix(".tmp")
-        whole.write_text(json.dumps(record, indent=2, default=str) + "\n", encoding="utf-8")
-        whole.replace(self.path)
+        write_whole(self.path, json.dumps(record, indent=2, default=str) + "\n")
 
     def _keep_earlier(self) -> None:
         if not self.path.exists():

@@ -1,13 +1,12 @@
 """The sweep's TOML file: what it says, and what is wrong with it as a file."""
 
-import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchtitan_mixle.config_file import read_config
-from torchtitan_mixle.errors import ConfigError
+from torchtitan_mixle.errors import ConfigError, suggestion
 from torchtitan_mixle.planning.values import AT_LEAST_ONE, AT_LEAST_ZERO, POSITIVE, Rule
 
 Values = dict[str, Any]
@@ -97,14 +96,8 @@ def read_sweep(path: Path) -> SweepFile:
 def check_known(key: str, known: Iterable[str], *, what: str) -> None:
     """Raise ConfigError, with the nearest right word, unless `key` is one of those known."""
     known = list(known)
-    if key in known:
-        return
-    near = difflib.get_close_matches(key, known, n=1)
-    last = difflib.get_close_matches(key.rsplit(".", 1)[-1], [word.rsplit(".", 1)[-1] for word in known], n=1)
-    if not near and last:  # the right name in the wrong section
-        near = [word for word in known if word.rsplit(".", 1)[-1] == last[0]]
-    shown = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(known))}"
-    raise ConfigError(f"{key!r} is not {what}; {shown}")
+    if key not in known:
+        raise ConfigError(f"{key!r} is not {what}; {suggestion(key, known)}")
 
 
 def flatten(table: Values, prefix: str = "") -> Values:

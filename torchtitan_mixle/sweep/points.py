@@ -16,6 +16,7 @@ from torchtitan_mixle.errors import ConfigError
 from torchtitan_mixle.planning.layouts import parse_layout
 from torchtitan_mixle.sweep.file import LAYOUT, SweepFile, Values, flatten
 from torchtitan_mixle.sweep.keys import check_value, key_types
+from torchtitan_mixle.whole_file import write_whole
 
 DEFAULTS: Values = {
     "metrics.log_freq": 1,
@@ -232,6 +233,4 @@ def write_point(point: Point, sweep: SweepFile) -> None:
 
 def write_json(path: Path, content: Any) -> None:
     """Whole or not at all."""
-    whole = path.with_name(path.name + ".tmp")
-    whole.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
-    whole.replace(path)
+    write_whole(path, json.dumps(content, indent=2, default=str) + "\n")
