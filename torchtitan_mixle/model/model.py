@@ -21,7 +21,8 @@ from torchtitan_mixle.model.init import init_parameters
 
 def causal_attention(qkv: Tensor, scale: float | None) -> Tensor:
     """Each token attends to itself and to those before it: qkv (B, T, H, 3, D) -> (B, T, H, D)."""
-    q, k, v = qkv.transpose(1, 2).unbind(dim=3)  # each (B, H, T, D)
+    # Transposed one by one, so that their gradients are written once, straight into that of qkv.
+    q, k, v = (part.transpose(1, 2) for part in qkv.unbind(dim=3))  # each (B, H, T, D)
     o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)  # (B, H, T, D)
     return o.transpose(1, 2)
 
