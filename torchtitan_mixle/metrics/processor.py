@@ -157,6 +157,7 @@ class CausalLMMetrics(MetricsProcessor):
             "grad_norm": grad_norm,
             "lr": extra.get("lr"),
             "tokens_seen": extra["n_tokens_seen"],
+            "time": round(time.time(), 3),
             "steps": steps,
             **rates,
             "memory_gib": worst["memory_gib"],

@@ -42,13 +42,13 @@ class Run:
         self.facts.append(record if isinstance(record, dict) else {})
 
     def steady(self) -> list[dict[str, Any]]:
-        """Reports after warm-up, without the first, compiling one; a sweep's runs must have come to their end."""
+        """Reports of steps after warm-up alone, without the first, compiling one; a sweep's runs must have ended well."""
         return [
             record
             for status, records in zip(self.statuses, self.records, strict=True)
             if status.state == states.DONE or not self.sweep
             for record in records
-            if int(record["step"]) > self.warmup and not record.get("first_step")
+            if int(record["step"]) - (record.get("steps") or 1) >= self.warmup and not record.get("first_step")
         ]
 
     def row(self) -> dict[str, Any]:
