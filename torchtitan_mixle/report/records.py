@@ -42,7 +42,7 @@ class Run:
         self.facts.append(record if isinstance(record, dict) else {})
 
     def steady(self) -> list[dict[str, Any]]:
-        """Reports of steps after warm-up alone, without the first, compiling one; a sweep's runs must have ended well."""
+        """Reports after warm-up, without the first, compiling one; a sweep's runs must have come to their end."""
         return [
             record
             for status, records in zip(self.statuses, self.records, strict=True)
