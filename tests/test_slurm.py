@@ -86,11 +86,12 @@ while [ $# -gt 0 ] && [ "$1" != launch ]; do shift; done
 echo "cpus $SRUN_CPUS_PER_TASK" >>"$TOLD.cpus"
 marker="$2"
 case "$END" in
-  stopped) echo node >"$marker" ;;
+  complete) echo "0 node" >"$marker" ;;
+  stopped) echo "75 node" >"$marker" ;;
   failed) exit 7 ;;
   preempted)
     trap 'exit 137' TERM # srun itself kills the step then
-    trap 'echo node >"$marker"; exit 0' USR1
+    trap 'echo "75 node" >"$marker"; exit 0' USR1
     sleep 0.5 # until the batch shell listens
     kill -TERM "$PPID"
     for _ in {1..100}; do sleep 0.1; done ;;
@@ -108,6 +109,7 @@ echo "$*" >"$TOLD.scontrol"; exit 1
         ("gpu[07-08]", "gpu07", "complete", 0),
         ("a[3-33],b[01-33]", "a3", "stopped", STOPPED),
         ("n1", "n1", "failed", 7),
+        ("n1", "n1", "lost", 1),
         ("a-rather-long-name-of-a-node-[0001-3000]", "a-rather-long-name-of-a-node-0001", "preempted", STOPPED),
     ],
 )
@@ -141,4 +143,4 @@ def test_where_the_nodes_meet(nodes: str, head: str, end: str, code: int, slurm:
     assert arguments[-4:] == ["--job.config_file", str(CONFIG), "--training.steps", "9"]
     assert (tmp_path / "told.cpus").read_text() == "cpus 96\n"
     assert (tmp_path / "told.scontrol").exists() == (code == STOPPED)  # asked to requeue, refused here
-    assert ("the node's last words" in result.stderr) == (end == "failed")
+    assert ("the node's last words" in result.stderr) == (end in ("failed", "lost"))
