@@ -232,7 +232,7 @@ def test_slurm_gives_the_table_of_this_machine(slurm: Slurm, tmp_path: Path) -> 
     (tmp_path / "sound.py").write_text("import torchtitan_mixle\n")
     paths = {}
     for launcher in ("slurm", "local"):
-        folder = tmp_path / f"by {launcher}"
+        folder = tmp_path / f"50%a by {launcher}"  # spaces, and what sbatch would replace
         folder.mkdir()
         paths[launcher] = write(folder, f'folder = "{folder / "out"}"\n{HEAD}{axis}{SMALL}')
     tables = {}

@@ -50,7 +50,7 @@ def _options(sweep: SweepFile, n: int) -> list[str]:
         "array": f"0-{n - 1}",
         "nodes": sweep.nodes,
         "time": math.ceil((sweep.timeout_seconds + _TIME_FOR_ENDING_S) / 60),
-        "output": sweep.folder / "slurm" / "%A_%a.txt",
+        "output": str(sweep.folder).replace("%", "%%") + "/slurm/%A_%a.txt",  # %a is sbatch's word
         "export": "ALL",
     }
     options |= sweep.slurm
