@@ -45,11 +45,11 @@ def test_lines_of_an_abandoned_branch_go_even_if_the_first_steps_are_not_logged(
     assert read_lines(path) == [{"step": 1}, {"step": 2}, {"step": 5, "new": True}]
 
 
-def test_a_line_cut_short_by_a_crash_does_not_stay(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rest", [b'\n{"step": 2, "lo', b"", b"\n\0\0\xff\xfe"])
+def test_a_line_cut_short_by_a_crash_does_not_stay(rest: bytes, tmp_path: Path) -> None:
+    """In its middle, before its end of line, or as a file system leaves blocks that were not written."""
     path = tmp_path / "metrics.jsonl"
-    StepLog(path).append({"step": 1})
-    with path.open("a") as file:
-        file.write('{"step": 2, "lo')
+    path.write_bytes(b'{"step": 1}' + rest)
     StepLog(path).append({"step": 2, "loss": 1.0})
     assert read_lines(path) == [{"step": 1}, {"step": 2, "loss": 1.0}]
 

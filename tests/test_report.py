@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from torchtitan_mixle.cli.main import main
+from torchtitan_mixle.report.plots import curve_of
+from torchtitan_mixle.report.records import read_runs
 from torchtitan_mixle.sweep import status as states
 
 SPEEDS = [1.0, 10.0, 30.0, 20.0]  # the first is the compiling step's
@@ -19,7 +21,7 @@ def records(speeds: list[float]) -> str:
     for step, speed in enumerate(speeds, 1):
         line: dict[str, Any] = {"step": step, "loss": 6.0 - step, "tokens_seen": 100 * step, "tokens_per_second": speed}
         line |= {"steps": 1, "step_seconds": 100 / speed, "tflops_per_device": speed / 1000, "data_loading_pct": 2.0}
-        line |= {"memory_gib": 1.5}
+        line |= {"memory_gib": 1.5, "time": 1e9 + 1000 * step}
         lines.append(json.dumps(line | ({"first_step": True} if step == 1 else {})))
     return "\n".join(lines) + "\n"
 
@@ -45,12 +47,12 @@ def test_single_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     runs = [
         a_run(tmp_path / "a" / "run", SPEEDS),
         a_run(tmp_path / "b" / "run", SPEEDS[:3], ended="failed", steps=9),
-        a_run(tmp_path / "stopped", SPEEDS, ended="stopped", steps=9),
+        a_run(tmp_path / "[stopped]$_{$", SPEEDS, ended="stopped", steps=9),
     ]
-    out = tmp_path / "out"
+    out = tmp_path / "out[" / "x]"  # neither rich's nor matplotlib's own words
     assert main(["report", *map(str, [*runs, runs[0]]), "--out", str(out)]) == 0
     first, second, third = rows(out)
-    assert [row["name"] for row in (first, second, third)] == ["a: run", "b: run", "stopped"]
+    assert [row["name"] for row in (first, second, third)] == ["a: run", "b: run", "[stopped]$_{$"]
     # Without the first step: 10, 30, 20; percentiles between them are linear.
     assert [float(first[f"tokens_per_second{x}"]) for x in ("", "_p10", "_p90")] == [20, 12, 28]
     assert (float(first["loss"]), first["steps"], first["reports"], first["processes"]) == (2.0, "4", "3", "2")
@@ -63,6 +65,20 @@ def test_single_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "20" in capsys.readouterr().out
     for name in ("throughput", "step_time", "loss"):
         assert (out / f"{name}.png").read_bytes().startswith(PNG)
+
+
+def test_wall_time_is_the_clocks(tmp_path: Path) -> None:
+    """With all that passed between two reports; the first step took 100 s."""
+    (run,) = read_runs([a_run(tmp_path / "run", SPEEDS)])
+    assert curve_of(run) == [(100 * step, 100.0 + 1000 * (step - 1), 6.0 - step) for step in (1, 2, 3, 4)]
+
+
+def test_a_report_that_begins_in_the_warm_up_does_not_count(tmp_path: Path) -> None:
+    (run,) = read_runs([a_run(tmp_path / "run", SPEEDS)])
+    run.warmup = 2
+    for record in run.records[0]:
+        record["steps"] = 2
+    assert [record["step"] for record in run.steady()] == [4]
 
 
 def test_a_sweep_with_repeats(tmp_path: Path) -> None:

@@ -83,7 +83,19 @@ def test_a_job_near_its_limit_saves_and_is_requeued_until_it_is_done(slurm: Slur
 FAKE_SRUN = """#!/bin/bash
 printf '%s\\n' "$@" >"$TOLD"
 while [ $# -gt 0 ] && [ "$1" != launch ]; do shift; done
-case "$END" in stopped) echo node >"$2" ;; failed) exit 7 ;; esac
+echo "cpus $SRUN_CPUS_PER_TASK" >>"$TOLD.cpus"
+marker="$2"
+case "$END" in
+  complete) echo "0 node" >"$marker" ;;
+  stopped) echo "75 node" >"$marker" ;;
+  failed) exit 7 ;;
+  preempted)
+    trap 'exit 137' TERM # srun itself kills the step then
+    trap 'echo "75 node" >"$marker"; exit 0' USR1
+    sleep 0.5 # until the batch shell listens
+    kill -TERM "$PPID"
+    for _ in {1..100}; do sleep 0.1; done ;;
+esac
 """
 FAKE_SCONTROL = """#!/bin/bash
 if [ "$1 $2" = "show hostnames" ]; then exec "$REAL" "$@"; fi
@@ -93,7 +105,13 @@ echo "$*" >"$TOLD.scontrol"; exit 1
 
 @pytest.mark.parametrize(
     ("nodes", "head", "end", "code"),
-    [("gpu[07-08]", "gpu07", "complete", 0), ("a[3-33],b[01-33]", "a3", "stopped", STOPPED), ("n1", "n1", "failed", 7)],
+    [
+        ("gpu[07-08]", "gpu07", "complete", 0),
+        ("a[3-33],b[01-33]", "a3", "stopped", STOPPED),
+        ("n1", "n1", "failed", 7),
+        ("n1", "n1", "lost", 1),
+        ("a-rather-long-name-of-a-node-[0001-3000]", "a-rather-long-name-of-a-node-0001", "preempted", STOPPED),
+    ],
 )
 def test_where_the_nodes_meet(nodes: str, head: str, end: str, code: int, slurm: Slurm, tmp_path: Path) -> None:
     real = slurm.ask("which", "scontrol")
@@ -108,6 +126,7 @@ def test_where_the_nodes_meet(nodes: str, head: str, end: str, code: int, slurm:
         "SLURM_JOB_NODELIST": nodes,
         "SLURM_JOB_NUM_NODES": str(n),
         "SLURM_GPUS_ON_NODE": "8",
+        "SLURM_CPUS_PER_TASK": "96",
         "LOG_FOLDER": str(tmp_path / "logs"),
         "TOLD": str(told),
         "REAL": real,
@@ -122,5 +141,6 @@ def test_where_the_nodes_meet(nodes: str, head: str, end: str, code: int, slurm:
     assert f"--rdzv_endpoint={head}:{20000 + 7654321 % 12000}" in arguments
     assert {f"--nnodes={n}", "--nproc_per_node=8", f"--ntasks={n}", "--kill-on-bad-exit=1"} <= set(arguments)
     assert arguments[-4:] == ["--job.config_file", str(CONFIG), "--training.steps", "9"]
-    assert (tmp_path / "told.scontrol").exists() == (end == "stopped")  # asked to requeue, refused here
-    assert ("the node's last words" in result.stderr) == (end == "failed")
+    assert (tmp_path / "told.cpus").read_text() == "cpus 96\n"
+    assert (tmp_path / "told.scontrol").exists() == (code == STOPPED)  # asked to requeue, refused here
+    assert ("the node's last words" in result.stderr) == (end in ("failed", "lost"))

@@ -134,6 +134,25 @@ def test_damage_everywhere_is_refused(run: Path, ranks: RankPool) -> None:
     assert sorted((run / "checkpoint").rglob("*")) == before
 
 
+def test_a_run_killed_in_its_first_save_starts_anew(run: Path, imported: Path, ranks: RankPool) -> None:
+    """Nothing of that save could be read; a start from given weights needs the whole folder out of the way."""
+    folder = run / "checkpoint"
+    for step in folder.iterdir():
+        (step / ".metadata").unlink()
+    (folder / "step-3").rename(folder / "step-4")  # a step that the new start does not reach
+    assert both(ranks, run, {"training.steps": 1}) == {"error": "", "steps": [1]}
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"broken-1", "broken-2", "broken-4", "step-1"}
+    assert list((folder / "broken-4").glob("*.distcp"))
+    superseded = (run / "metrics.superseded.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in superseded] == [1, 2, 3]
+    (folder / "step-1" / ".metadata").unlink()
+    given = {"checkpoint.initial_load_path": str(imported), "training.steps": 1}
+    assert both(ranks, run, given)["error"] == ""
+    assert (run / "broken-checkpoint" / "broken-1.1").is_dir()
+    assert (folder / "step-1" / ".metadata").is_file()
+
+
 def test_weights_alone_are_no_run_to_go_on_with(earlier: Path, imported: Path, ranks: RankPool, tmp_path: Path) -> None:
     given = {"checkpoint.initial_load_path": str(imported), "checkpoint.interval": 2, "training.steps": 1}
     said = both(ranks, tmp_path / "a", given | {"checkpoint.initial_load_model_only": False})["error"]

@@ -98,6 +98,20 @@ def test_a_second_signal_ends_a_run_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_signal_during_start_up_stops_a_run_that_has_not_begun(tmp_path: Path) -> None:
+    """With the code by which a job is requeued: the launcher without workers, and workers that do not listen yet."""
+    alone = [sys.executable, "-c", "from torchtitan_mixle import launch; launch._pass_on(10, None)"]
+    waiting = subprocess.Popen(alone)
+    run = start(tmp_path, module="torchtitan_mixle.launch")
+    until(lambda: True if workers(run) else None)
+    run.send_signal(signal.SIGUSR1)
+    out, _ = run.communicate(timeout=60)
+    assert run.returncode == STOPPED, out
+    assert not records(tmp_path)
+    assert waiting.wait(timeout=60) == STOPPED
+
+
+@pytest.mark.slow
 def test_without_checkpoints_a_signal_ends_a_run_at_once(tmp_path: Path) -> None:
     run = start(tmp_path, "--checkpoint.no-enable", "--training.steps", "100000", module="torchtitan_mixle.launch")
     reach(tmp_path, 2)

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,15 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import psutil
 import pytest
+from rich.console import Console
 
 from tests.jobs import DEBUG_CONFIG, ROOT
 from tests.slurm import Slurm
 from torchtitan_mixle import failures
+from torchtitan_mixle.cli.sweep import _report
 from torchtitan_mixle.errors import ConfigError
+from torchtitan_mixle.sweep import slurm as sweep_slurm
 from torchtitan_mixle.sweep.file import read_sweep
+from torchtitan_mixle.sweep.local import end_leftover
 from torchtitan_mixle.sweep.points import Point
-from torchtitan_mixle.sweep.prepare import load_points
+from torchtitan_mixle.sweep.prepare import load_points, write_sweep
+from torchtitan_mixle.sweep.progress import Progress
+from torchtitan_mixle.sweep.status import RUNNING, Status, write_status
 
 # Points of each shipped sweep.
 SHIPPED = {"cpu_layouts": 10, "mfu_7b_8": 20, "mfu_7b_64": 40, "mfu_7b_512": 40, "mfu_70b_64": 26, "mfu_70b_512": 37}
@@ -57,6 +65,7 @@ def test_every_point_of_a_shipped_sweep_can_run(name: str) -> None:
         ("[override]\ntraining.seq_length = 8\n", "did you mean 'training.seq_len'"),
         ("[override]\nmixle.n_head = 8\n", "'mixle.n_head' is not a key"),
         ("[override]\ntraining.steps = 8\n", "sets it by its own key steps"),
+        ("[axes]\nmetrics.log_freq = [1, 2]\n", "metrics.log_freq=2 must divide steps=3"),
         ('[axes]\nlayout = ["zp2"]\n', "layout 'zp2' is not understood"),
         ('[axes]\nlayout = ["1"]\nparallelism.tensor_parallel_degree = [1]\n', "set by two axes"),
         ("[axes]\ntraining.seq_len = [8, 8]\n", "has 8 twice"),
@@ -82,6 +91,38 @@ def test_points_are_a_matter_of_their_content(tmp_path: Path) -> None:
     assert len(shared) == 3
     changed = points_of(write(tmp_path, HEAD + axes + "[override]\ntraining.max_norm = 2.0\n"))
     assert not {point.id for point, _ in first} & {point.id for point, _ in changed}
+
+
+def test_a_point_keeps_its_folder_under_another_name(tmp_path: Path) -> None:
+    """Axes in another order, or one of them now in [override]: what has ended is not run again."""
+    where = f'folder = "{tmp_path / "out"}"\n{HEAD}'
+    first = points_of(write(tmp_path, where + "[axes]\ntraining.seq_len = [16]\noptimizer.lr = [1e-3, 1e-2]\n"))
+    for point, _ in first:
+        point.folder(tmp_path / "out").mkdir(parents=True)
+    turned = "[axes]\noptimizer.lr = [1e-3, 1e-2]\ntraining.seq_len = [16]\n"
+    fewer = "[axes]\noptimizer.lr = [1e-3, 1e-2]\n[override]\ntraining.seq_len = 16\n"
+    for text in (turned, fewer):
+        assert [point.id for point, _ in points_of(write(tmp_path, where + text))] == [point.id for point, _ in first]
+
+
+def test_the_leftover_of_a_point_is_killed(tmp_path: Path) -> None:
+    """Where the watcher was killed too; a process that only has its number is left alone."""
+    path = write(tmp_path, f'folder = "{tmp_path / "out"}"\n{HEAD}[axes]\ntraining.seq_len = [16, 32]\n')
+    points = [point for point, _ in points_of(path)]
+    sleep = "import time; time.sleep(60)"
+    processes = [subprocess.Popen([sys.executable, "-c", sleep, word]) for word in (points[1].id, "another")]
+    for point, process in zip(reversed(points), processes, strict=True):
+        status = Status(RUNNING, host=socket.gethostname(), pid=process.pid)
+        write_status(point.folder(tmp_path / "out"), status)
+    try:
+        for point in points:
+            end_leftover(point.folder(tmp_path / "out"))
+        assert processes[0].wait(10) == -signal.SIGKILL
+        assert processes[1].poll() is None
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def test_errors_in_logs() -> None:
@@ -149,6 +190,41 @@ def test_failures_are_rows_and_a_killed_sweep_continues(tmp_path: Path) -> None:
     assert "this point is broken" in (folder / "report" / "report.md").read_text()
 
 
+def test_a_point_whose_status_cannot_be_written_is_not_left_running(tmp_path: Path) -> None:
+    (tmp_path / "status.json").mkdir()  # as on a full disk, the file cannot be put there
+    facts = {"nodes": 1, "nproc": 1, "steps": 3, "timeout_seconds": 60}
+    (tmp_path / "point.json").write_text(json.dumps(facts))
+    words = [sys.executable, "-m", "torchtitan_mixle", "sweep-point", str(tmp_path)]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert "IsADirectoryError" in ended.stderr
+    left = [process for process in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(process.info["cmdline"])]
+    assert not left
+
+
+def test_a_task_that_left_the_queue_without_a_result(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that did not begin, as after scancel, is run by the next start; one that did is a failure."""
+    monkeypatch.setattr(sweep_slurm, "_SETTLE_S", 0.0)
+    for key in ("PATH", "SLURM_CONF"):
+        monkeypatch.setenv(key, slurm.environment[key])
+    folder, console = tmp_path / "out", Console(quiet=True)
+    plan = read_sweep(write(tmp_path, f'folder = "{folder}"\n{HEAD}[axes]\ntraining.seq_len = [16]\n'))
+    points = load_points(plan, on_this_machine=False)
+    tasks = {("999999", 0): points[0][0]}  # no job of this SLURM
+    for state, reason in (("interrupted", "taken from the queue"), ("failed", "see slurm/999999_0.txt")):
+        assert len(write_sweep(plan, points, retry=False)) == 1
+        with Progress(console, 1, earlier=0) as progress:
+            sweep_slurm.wait(plan, tasks, progress)
+        ((_, found, said),) = states(folder)
+        assert (found, reason in (said or "")) == (state, True)
+        assert _report(folder, console) == 1
+        (folder / "slurm").mkdir(exist_ok=True)
+        (folder / "slurm" / "999999_0.txt").touch()
+    assert not write_sweep(plan, points, retry=False)
+    assert len(write_sweep(plan, points, retry=True)) == 1
+
+
 @pytest.mark.slow
 def test_slurm_gives_the_table_of_this_machine(slurm: Slurm, tmp_path: Path) -> None:
     """Three points, the second of them broken: two results and a failure from either launcher."""
@@ -156,9 +232,9 @@ def test_slurm_gives_the_table_of_this_machine(slurm: Slurm, tmp_path: Path) -> 
     (tmp_path / "sound.py").write_text("import torchtitan_mixle\n")
     paths = {}
     for launcher in ("slurm", "local"):
-        (tmp_path / launcher).mkdir()
-        text = f'folder = "{tmp_path / launcher / "out"}"\n{HEAD}{axis}{SMALL}'
-        paths[launcher] = write(tmp_path / launcher, text)
+        folder = tmp_path / f"50%a by {launcher}"  # spaces, and what sbatch would replace
+        folder.mkdir()
+        paths[launcher] = write(folder, f'folder = "{folder / "out"}"\n{HEAD}{axis}{SMALL}')
     tables = {}
     for launcher, path in paths.items():
         words = command(path, f"--launcher={launcher}")

@@ -1,10 +1,14 @@
-"""The one exception a user's mistake raises, how it reaches the terminal, and the exit code of a stopped run."""
+"""The one exception a user's mistake raises, how it reaches the terminal; how a run is stopped, and its exit code."""
 
 import difflib
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable
 from types import TracebackType
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""Each of them asks a run to save a checkpoint and stop."""
 
 STOPPED = 75
 """Exit code of a run that a signal stopped: it has saved a checkpoint, and the same command goes on from there.

@@ -2,7 +2,8 @@
 
 SIGTERM, SIGUSR1 or SIGUSR2 to any one worker stops the whole run. The ranks learn of it from each other, one step
 after it came at the latest, so that the checkpoint is of the same step on all of them. A second signal ends a worker
-at once.
+at once, as the first one does in a run without checkpoints: with 128 and the signal's number. A worker that has died of
+the signal itself had not begun: nobody was listening yet.
 """
 
 import ctypes
@@ -21,11 +22,9 @@ import torch
 import torch.distributed as dist
 from torchtitan.config import JobConfig
 
-from torchtitan_mixle.errors import STOPPED
+from torchtitan_mixle.errors import STOP_SIGNALS, STOPPED
 
 logger = logging.getLogger(__name__)
-
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 SAME_SIGNAL_SECONDS = 3.0
 """Signals within this time are one: SLURM signals every process of a step, and a launcher hands its own on as well."""
@@ -101,6 +100,11 @@ class StopOnSignal:
                 setattr(checkpoint, name, _UnlessStopped(self))
 
 
+def end_on_signal() -> None:
+    """For a run that saves nothing: the first signal ends this process at once."""
+    _listen(lambda number: os._exit(128 + number))
+
+
 class _UnlessStopped:
     """True, until the run is stopped: TorchTitan keeps such a setting from its start and looks at it when it saves."""
 
@@ -119,14 +123,14 @@ def _listen(hear: Callable[[int], None]) -> None:
     mine, theirs = socket.socketpair()
     theirs.setblocking(False)
     signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-    for number in SIGNALS:
+    for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: None)  # Python writes to the socket before it calls this
 
     def wait() -> None:
         with mine, theirs:
             while numbers := mine.recv(64):
                 for number in numbers:
-                    if number in SIGNALS:
+                    if number in STOP_SIGNALS:
                         hear(number)
 
     threading.Thread(target=wait, name="stop-signals", daemon=True).start()

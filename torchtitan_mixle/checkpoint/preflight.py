@@ -1,5 +1,6 @@
 """What a run will start from, looked at before anything is loaded: its newest whole checkpoint, or given weights."""
 
+import itertools
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchtitan_mixle.checkpoint.gpt2 import INDEX, GPT2Folder
+from torchtitan_mixle.checkpoint.gpt2 import INDEX, SUFFIX, GPT2Folder
 from torchtitan_mixle.checkpoint.reader import METADATA, Weights
 from torchtitan_mixle.checkpoint.record import FILE, ModelRecord, find_record, read_record
 from torchtitan_mixle.data.datasets import is_token_source
@@ -79,6 +80,8 @@ def _look(job_config: Any, args: CausalLMArgs) -> _Found:
             )
         return _Found()
     step = _choose(folder, checkpoint)
+    if not folder.exists():
+        return _Found()
     if step == -1:
         _check_not_ignored(folder, checkpoint)
         return _Found(resumes=True)
@@ -135,7 +138,7 @@ def _steps(folder: Path) -> list[int]:
 
 
 def _choose(folder: Path, checkpoint: Any) -> int:
-    """The step to go on from: as asked, or the newest that is whole; -1 if there is none at all."""
+    """The step to go on from: as asked, or the newest that is whole; -1 if no save was ever finished."""
     steps = _steps(folder)
     asked = checkpoint.load_step
     if asked != -1:
@@ -153,9 +156,14 @@ def _choose(folder: Path, checkpoint: Any) -> int:
             broken[step] = str(error)
             continue
         for number, why in broken.items():
-            _set_aside(folder, number, why, step)
+            _set_aside(folder, number, why, f"the run goes on from step {step}")
         return step
-    if broken:
+    if all(_never_finished(folder / f"step-{number}") for number in broken):
+        for number, why in broken.items():
+            _set_aside(folder, number, why, "no save of this run was finished, so IT STARTS FROM ITS BEGINNING")
+        if broken and (checkpoint.initial_load_path or checkpoint.initial_load_in_hf) and not folder.is_symlink():
+            folder.rename(_unused(folder.with_name(f"broken-{folder.name}")))  # see _check_not_ignored
+    elif broken:
         raise ConfigError(
             f"no checkpoint in {folder} is whole ({next(iter(broken.values()))}); to train from the start, remove that "
             f"folder or use another job.dump_folder"
@@ -163,18 +171,25 @@ def _choose(folder: Path, checkpoint: Any) -> int:
     return -1
 
 
-def _set_aside(folder: Path, step: int, why: str, instead: int) -> None:
+def _never_finished(step: Path) -> bool:
+    """Whether a save was broken off: DCP writes the metadata last, and without it nothing can be read."""
+    return not (step / METADATA).exists() and not any(step.glob(f"*{SUFFIX}"))
+
+
+def _set_aside(folder: Path, step: int, why: str, then: str) -> None:
     """Rename a damaged step, which TorchTitan would count among the latest k and write into.
 
     A new save over old metadata, broken off, could look whole. The new name holds no "step-", by which it finds steps.
     """
-    source, n = folder / f"step-{step}", 0
-    while (target := folder / (f"broken-{step}" + (f".{n}" if n else ""))).exists():
-        n += 1
+    source, target = folder / f"step-{step}", _unused(folder / f"broken-{step}")
     source.rename(target)
-    logger.warning(
-        "CHECKPOINT %s IS DAMAGED: %s. It is now %s; the run goes on from step %d.", source, why, target.name, instead
-    )
+    logger.warning("CHECKPOINT %s IS DAMAGED: %s. It is now %s; %s.", source, why, target.name, then)
+
+
+def _unused(path: Path) -> Path:
+    """The path, with a number after it where there is such a file."""
+    names = (path.with_name(f"{path.name}.{n}" if n else path.name) for n in itertools.count())
+    return next(name for name in names if not name.exists())
 
 
 def _refuse_hf(folder: Path, step: int, steps: list[int]) -> None:

@@ -23,7 +23,7 @@ def sweep(
     retry: Flag = False,
     no_wait: Flag = False,
 ) -> int:
-    """Run the points of a sweep and report on them; started again, it continues. Exit code 1 if a point failed.
+    """Run the points of a sweep and report on them; started again, it continues. Exit code 1 if a point is not done.
 
     A point that cannot run is listed with the reason and not launched; one that fails, runs out of memory or takes too
     long is recorded as that, and the sweep goes on. Ctrl-C leaves a sweep that continues with the points that are left.
@@ -48,6 +48,7 @@ def sweep(
     console.print(
         f"{plan.path}: {len(points)} runs of {plan.world_size} processes ({refused} refused), in {plan.folder}",
         highlight=False,
+        markup=False,
         soft_wrap=True,
     )
     if dry_run:
@@ -95,7 +96,7 @@ def _report(folder: Path, console: Console) -> int:
 
     rows = write_report([folder], folder / "report", console)
     counts = Counter(rows["status"])
-    return 1 if any(counts[state] for state in (states.FAILED, states.OUT_OF_MEMORY, states.TIMED_OUT)) else 0
+    return 0 if counts[states.DONE] + counts[states.REFUSED] == len(rows) else 1
 
 
 def sweep_point(

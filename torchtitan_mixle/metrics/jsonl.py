@@ -37,10 +37,11 @@ class StepLog:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if not self.path.exists():
             return
-        lines = self.path.read_text(encoding="utf-8").splitlines()
+        text = self.path.read_text(encoding="utf-8", errors="replace")
+        lines = text.splitlines()
         kept = [line for line in lines if _step_of(line) < step]
         dropped = [line for line in lines if _step_of(line) >= step]
-        if not dropped:
+        if not dropped and (text.endswith("\n") or not text):
             return
         with self.path.with_suffix(".superseded.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(line + "\n" for line in dropped)

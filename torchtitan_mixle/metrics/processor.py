@@ -26,7 +26,7 @@ from torchtitan_mixle.metrics.run_record import RunRecord
 from torchtitan_mixle.metrics.summary import Summary
 from torchtitan_mixle.metrics.tensorboard import TensorBoard
 from torchtitan_mixle.model.args import CausalLMArgs
-from torchtitan_mixle.stop import StopOnSignal
+from torchtitan_mixle.stop import StopOnSignal, end_on_signal
 from torchtitan_mixle.upstream_log import hide_untrue_lines
 
 logger = logging.getLogger(__name__)
@@ -62,6 +62,8 @@ class CausalLMMetrics(MetricsProcessor):
         self.losses: NotedLoss | None = None
         """The loss function, if it notes what this rank's losses were."""
         self.stop = StopOnSignal(job_config) if _saves(job_config) else None
+        if self.stop is None and dist.is_torchelastic_launched():
+            end_on_signal()
         self.summary = Summary()
         self._first_step: int | None = None
         """Of this start of the run."""
@@ -155,6 +157,7 @@ class CausalLMMetrics(MetricsProcessor):
             "grad_norm": grad_norm,
             "lr": extra.get("lr"),
             "tokens_seen": extra["n_tokens_seen"],
+            "time": round(time.time(), 3),
             "steps": steps,
             **rates,
             "memory_gib": worst["memory_gib"],

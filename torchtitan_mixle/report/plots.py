@@ -28,7 +28,7 @@ def draw_plots(rows: pd.DataFrame, runs: Sequence[Run], out: Path, title: str) -
     if rows["tokens_per_second"].notna().any():
         paths.append(_throughput(rows, out / "throughput.png", title))
         paths.append(_step_time(rows, out / "step_time.png", title))
-    if curves := [(run.name, curve) for run in runs if len(curve := _curve(run)) > 1]:
+    if curves := [(run.name, curve) for run in runs if len(curve := curve_of(run)) > 1]:
         paths.append(_loss(curves, out / "loss.png", title))
     return paths
 
@@ -94,26 +94,30 @@ def _step_time(rows: pd.DataFrame, path: Path, title: str) -> Path:
 
 
 Curve = list[tuple[float, float, float]]
-"""Tokens, seconds of training and loss, report by report."""
+"""Tokens, seconds by the clock and loss, report by report."""
 
 
-def _curve(run: Run) -> Curve:
-    """Of the first of the run's repeats that has a loss; a report without one of the three figures has no point."""
+def curve_of(run: Run) -> Curve:
+    """Of the first of the run's repeats that has a loss; a report without tokens or loss has no point.
+
+    The clock starts where the first report's steps do; it is NaN in records that do not have it.
+    """
     for records in run.records:
         curve: Curve = []
-        seconds = 0.0
+        began = math.nan
         for record in records:
-            tokens, loss = record.get("tokens_seen"), record.get("loss")
-            seconds += (record.get("step_seconds") or 0.0) * (record.get("steps") or 1)
+            tokens, loss, now = record.get("tokens_seen"), record.get("loss"), record.get("time", math.nan)
+            if math.isnan(began):
+                began = now - (record.get("step_seconds") or 0.0) * (record.get("steps") or 1)
             if tokens is not None and loss is not None:
-                curve.append((tokens, seconds, loss))
+                curve.append((tokens, now - began, loss))
         if curve:
             return curve
     return []
 
 
 def _loss(curves: Sequence[tuple[str, Curve]], path: Path, title: str) -> Path:
-    """Loss against tokens, and against the time that training took."""
+    """Loss against tokens, and against the time that passed."""
     figure = Figure(figsize=(_WIDTH_INCHES, max(4.5, 1.5 + 0.17 * len(curves))), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     for i, (name, curve) in enumerate(curves):
@@ -124,7 +128,7 @@ def _loss(curves: Sequence[tuple[str, Curve]], path: Path, title: str) -> Path:
     axes[0].set_xlabel("tokens")
     axes[0].xaxis.set_major_formatter(EngFormatter(sep=""))
     axes[0].set_ylabel("training loss (nats a token)")
-    axes[1].set_xlabel("training time (s), without start-up and validation")
+    axes[1].set_xlabel("wall time (s) from the first step on, pauses between starts included")
     for ax in axes:
         ax.grid(alpha=0.3)
         ax.spines[["top", "right"]].set_visible(False)
@@ -157,7 +161,7 @@ def _short(name: str) -> str:
 
 
 def _save(figure: Figure, path: Path, title: str, note: str) -> Path:
-    figure.suptitle(title, fontsize=12, x=0.01, ha="left")
+    figure.suptitle(title.replace("$", r"\$"), fontsize=12, x=0.01, ha="left")
     if note:
         figure.supxlabel(note, fontsize=8, color=_DARK)
     FigureCanvasAgg(figure)

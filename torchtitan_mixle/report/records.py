@@ -48,7 +48,7 @@ class Run:
             for status, records in zip(self.statuses, self.records, strict=True)
             if status.state == states.DONE or not self.sweep
             for record in records
-            if int(record["step"]) > self.warmup and not record.get("first_step")
+            if int(record["step"]) - (record.get("steps") or 1) >= self.warmup and not record.get("first_step")
         ]
 
     def row(self) -> dict[str, Any]:

@@ -27,5 +27,7 @@ def write_report(folders: Sequence[Path], out: Path, console: Console) -> pd.Dat
         paths = [*write_tables(rows, out, title), *draw_plots(rows, runs, out, title)]
     except OSError as error:
         raise ConfigError(f"cannot write to the folder {out}: {error.strerror}; give another one as --out") from None
-    console.print(f"wrote {', '.join(path.name for path in paths)} to {out}", highlight=False, soft_wrap=True)
+    console.print(
+        f"wrote {', '.join(path.name for path in paths)} to {out}", highlight=False, markup=False, soft_wrap=True
+    )
     return rows

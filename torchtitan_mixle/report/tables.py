@@ -40,7 +40,7 @@ def cells(rows: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
 def print_table(rows: pd.DataFrame, console: Console, title: str) -> None:
     """The table, and under it the reason of every point that has one."""
     headings, texts = cells(rows)
-    table = Table(title=title, title_justify="left")
+    table = Table(title=escape(title), title_justify="left")
     for i, heading in enumerate(headings):
         table.add_column(heading, justify="left" if i in (0, 2) else "right", overflow="fold")
     for row, state in zip(texts, rows["status"], strict=True):

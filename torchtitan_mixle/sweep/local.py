@@ -7,14 +7,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+
+import psutil
 
 from torchtitan_mixle.errors import ConfigError
 from torchtitan_mixle.sweep.file import SweepFile
 from torchtitan_mixle.sweep.points import Point
 from torchtitan_mixle.sweep.prepare import give_up_on
-from torchtitan_mixle.sweep.processes import descendants, kill_family
+from torchtitan_mixle.sweep.processes import family_of, kill_family
 from torchtitan_mixle.sweep.progress import Progress
 from torchtitan_mixle.sweep.status import read_status
 
@@ -26,6 +29,8 @@ def run_here(sweep: SweepFile, points: Sequence[Point], progress: Progress) -> N
     if sweep.nodes > 1:
         raise ConfigError(f"{sweep.path}: nodes={sweep.nodes} needs --launcher slurm; this machine is one node")
     before = signal.signal(signal.SIGTERM, _interrupt)
+    for point in points:  # in whatever order an earlier start had them
+        end_leftover(point.folder(sweep.folder))
     try:
         for point in points:
             _run(sweep, point, progress)
@@ -35,7 +40,6 @@ def run_here(sweep: SweepFile, points: Sequence[Point], progress: Progress) -> N
 
 def _run(sweep: SweepFile, point: Point, progress: Progress) -> None:
     folder = point.folder(sweep.folder)
-    end_leftover(sweep, point)
     words = [sys.executable, "-m", "torchtitan_mixle", "sweep-point", str(folder), "--parent", str(os.getpid())]
     # In a session of its own: Ctrl-C reaches it through us alone.
     watcher = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -48,27 +52,26 @@ def _run(sweep: SweepFile, point: Point, progress: Progress) -> None:
         watcher.wait()
         raise
     if not read_status(folder).reason and watcher.returncode != 0:
-        end_leftover(sweep, point)  # while its status still has the process
+        end_leftover(folder)  # while its status still has the process
         give_up_on(folder, f"the process that watched over it ended with exit code {watcher.returncode}")
     progress.ended(point.name, read_status(folder))
 
 
-def end_leftover(sweep: SweepFile, point: Point) -> None:
+def end_leftover(folder: Path) -> None:
     """Kill what still runs of a point whose watcher was killed."""
-    status = read_status(point.folder(sweep.folder))
+    status = read_status(folder)
     if status.pid is None or status.host != socket.gethostname():
         return
-    family = descendants(status.pid)
-    if any(_is_of(pid, point) for pid in family):
+    family = family_of(status.pid)
+    if any(_is_of(process, folder) for process in family):
         kill_family(family)
 
 
-def _is_of(pid: int, point: Point) -> bool:
-    """Whether the process, if there still is one of that number, runs this point."""
-    try:
-        return point.id.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
+def _is_of(process: psutil.Process, folder: Path) -> bool:
+    """Whether the process, which could be another one of that number, runs this point."""
+    with suppress(psutil.Error):
+        return any(folder.name in word for word in process.cmdline())
+    return False
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

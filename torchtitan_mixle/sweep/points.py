@@ -83,6 +83,10 @@ def _with(base: Any, values: Values) -> Any:
 
 def _check_keys(sweep: SweepFile, known: dict[str, Any]) -> None:
     for where, key, value in _all_values(sweep):
+        if key == "metrics.log_freq" and isinstance(value, int) and value > 0 and sweep.steps % value:
+            raise ConfigError(
+                f"{sweep.path}: {where} {key}={value} must divide steps={sweep.steps}, to log the last one"
+            )
         if key in _OWN and where not in ("[[skip]]", "[[only]]"):
             raise ConfigError(f"{sweep.path}: {where} gives {key}; a sweep sets it by its own key {_OWN[key]}")
         if key == LAYOUT:
@@ -174,8 +178,10 @@ def _point(sweep: SweepFile, content: Values, values: Values, name: str, repeat:
     config.pop("job.dump_folder", None)
     facts = [config, sweep.nodes, sweep.nproc, repeat]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:10]
-    slug = re.sub(r"[^\w=.+-]+", "_", name)[:80]
-    folder = f"{slug}-{digest}"
+    slug = re.sub(r"[^\w=.+-]+", "_", name, flags=re.ASCII)[:80]
+    # The name is a matter of the file's axes and their order, the point is not.
+    earlier = sorted(path.name for path in (sweep.folder / "points").glob(f"*-{digest}"))
+    folder = earlier[0] if earlier else f"{slug}-{digest}"
     config["job.dump_folder"] = str(sweep.folder / "points" / folder)
     return Point(name, folder, values, nest(config), repeat)
 

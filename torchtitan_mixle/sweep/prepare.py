@@ -94,6 +94,6 @@ def only_one(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def give_up_on(folder: Path, reason: str) -> None:
+def give_up_on(folder: Path, reason: str, *, state: str = states.FAILED) -> None:
     """Note that a point's launcher is gone without a word."""
-    write_status(folder, replace(read_status(folder), state=states.FAILED, reason=reason, pid=None))
+    write_status(folder, replace(read_status(folder), state=state, reason=reason, pid=None))

@@ -1,60 +1,50 @@
 """Ending a launcher and everything that it started, also what is in a session of its own, as torchrun's workers are."""
 
-import contextlib
-import os
-import signal
 import subprocess
 import time
-from pathlib import Path
+from contextlib import suppress
+
+import psutil
 
 _GRACE_S = 5.0  # for a launcher to end its workers by itself
+
+Family = set[psutil.Process]
+"""psutil tells a process from a later one of the same number."""
 
 
 def end_tree(process: subprocess.Popen[bytes]) -> None:
     """Ask the process to end, and kill what is left of it and of its descendants after a few seconds."""
-    family = descendants(process.pid)
+    family = family_of(process.pid)
     process.terminate()
     deadline = time.monotonic() + _GRACE_S
-    while time.monotonic() < deadline and (process.poll() is None or any(map(_same, family.items()))):
-        for pid in list(family):
-            family |= descendants(pid)
+    while time.monotonic() < deadline and (process.poll() is None or any(map(_lives, family))):
+        for member in list(family):
+            with suppress(psutil.Error):
+                family |= set(member.children(recursive=True))
         time.sleep(0.1)
     kill_family(family)
     process.kill()
     process.wait()
 
 
-def kill_family(family: dict[int, str]) -> None:
-    """SIGKILL to the processes that are still those of the listing."""
-    for pid, started in family.items():
-        if _same((pid, started)):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+def kill_family(family: Family) -> None:
+    """SIGKILL to those of the processes that still are."""
+    for member in family:
+        with suppress(psutil.Error):
+            member.kill()
 
 
-def descendants(pid: int) -> dict[int, str]:
-    """{process: when it started} of a process and of all below it; empty where there is none or no /proc."""
-    found: dict[int, str] = {}
-    left = [pid]
-    while left:
-        pid = left.pop()
-        if (started := start_of(pid)) is not None and pid not in found:
-            found[pid] = started
-            with contextlib.suppress(OSError):
-                for children in Path(f"/proc/{pid}/task").glob("*/children"):
-                    left += map(int, children.read_text().split())
-    return found
-
-
-def start_of(pid: int) -> str | None:
-    """Clock ticks from boot to the process's start: with its number, what no later process shares. None if it ended."""
+def family_of(pid: int) -> Family:
+    """A process and all below it; empty where there is none."""
     try:
-        # After the name, which may hold spaces and parentheses: state is field 3, starttime field 22 (proc(5)).
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] == "Z" else fields[19]
+        process = psutil.Process(pid)
+        return {process, *process.children(recursive=True)}
+    except psutil.Error:
+        return set()
 
 
-def _same(known: tuple[int, str]) -> bool:
-    return start_of(known[0]) == known[1]
+def _lives(member: psutil.Process) -> bool:
+    try:
+        return bool(member.is_running() and member.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False

@@ -67,8 +67,12 @@ def run_point(task: Task, *, rendezvous: str | None = None, parent: int | None =
         )
     started = datetime.now(UTC).isoformat(timespec="seconds")
     status = Status(states.RUNNING, host=socket.gethostname(), pid=process.pid, started=started)
-    write_status(task.folder, status)
-    state = _wait(process, began + task.timeout_seconds, asked)
+    try:
+        write_status(task.folder, status)
+        state = _wait(process, began + task.timeout_seconds, asked)
+    except BaseException:  # a full disk, say: nobody else knows of the process
+        end_tree(process)
+        raise
     status = replace(status, pid=None, seconds=round(time.monotonic() - began, 3), exit_code=process.returncode)
     if state == states.TIMED_OUT:
         reason = f"did not end within {task.timeout_seconds:g} s; {_progress(task)}"
@@ -99,7 +103,8 @@ def outcome(task: Task, code: int, log: str, *, stopped: bool, oom_killed: bool)
         return {"state": states.OUT_OF_MEMORY, "reason": "the system's out-of-memory killer ended a process"}
     error = failures.first_error(log)
     if error is None and killed:
-        error = f"a process was ended by SIGKILL, not by the out-of-memory killer; {_progress(task)}"
+        where = "this host's out-of-memory killer" if task.nodes == 1 else "the out-of-memory killer of the first node"
+        error = f"a process was ended by SIGKILL, not by {where}; {_progress(task)}"
     return {"state": states.FAILED, "reason": error or f"ended with exit code {code}; {_progress(task)}"}
 
 

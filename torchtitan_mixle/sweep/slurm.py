@@ -50,7 +50,7 @@ def _options(sweep: SweepFile, n: int) -> list[str]:
         "array": f"0-{n - 1}",
         "nodes": sweep.nodes,
         "time": math.ceil((sweep.timeout_seconds + _TIME_FOR_ENDING_S) / 60),
-        "output": sweep.folder / "slurm" / "%A_%a.txt",
+        "output": str(sweep.folder).replace("%", "%%") + "/slurm/%A_%a.txt",  # %a is sbatch's word
         "export": "ALL",
     }
     options |= sweep.slurm
@@ -88,13 +88,22 @@ def wait(sweep: SweepFile, tasks: dict[Task, Point], progress: Progress) -> None
             if not _is_final(folder):
                 if time.monotonic() - gone_since.setdefault(task, time.monotonic()) < _SETTLE_S:
                     continue
-                give_up_on(folder, f"task {job}_{i} left the queue without a result; see slurm/{job}_{i}.txt")
+                _note_gone(sweep, task, folder)
             progress.ended(point.name, read_status(folder))
             del waiting[task]
         folders = {point.name: point.folder(sweep.folder) for point in waiting.values()}
         progress.running(*(name for name, folder in folders.items() if read_status(folder).state == states.RUNNING))
         if waiting:
             time.sleep(_POLL_S)
+
+
+def _note_gone(sweep: SweepFile, task: Task, folder: Path) -> None:
+    """A task has left the queue without a result; one that did not begin has been cancelled, and can still be run."""
+    name = f"{task[0]}_{task[1]}"
+    if read_status(folder).state == states.PENDING and not (sweep.folder / "slurm" / f"{name}.txt").exists():
+        give_up_on(folder, f"task {name} was taken from the queue before it began", state=states.INTERRUPTED)
+    else:
+        give_up_on(folder, f"task {name} left the queue without a result; see slurm/{name}.txt")
 
 
 def check_not_queued(sweep: SweepFile, points: Sequence[Point]) -> None:
