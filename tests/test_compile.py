@@ -157,12 +157,3 @@ def test_compiled_blocks_compute_what_the_closed_form_says(layout: str, ranks: R
         tokens = TINY["training.global_batch_size"] * TINY["training.seq_len"]
         # The head is not compiled.
         assert sum(rank[i] for rank in by_rank) == (flops.blocks + flops.attention + recomputed) * tokens, job
-
-
-def test_what_nobody_can_say_is_not_reported() -> None:
-    split = {"parallelism.pipeline_parallel_degree": 2, "parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}
-    split |= {f"parallelism.pipeline_parallel_{end}_stage_less_layers": 0 for end in ("first", "last")}
-    config = job_config(TINY | RECOMPUTATION["full"] | split)
-    assert recomputed_by(config, args_of(config)) is None
-    config = job_config(TINY | split)
-    assert recomputed_by(config, args_of(config)) == 0

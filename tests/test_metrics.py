@@ -11,10 +11,11 @@ from torchtitan.distributed import ParallelDims
 from tests.jobs import ROOT, TINY, build_trainer, job_config, metrics_of, read_lines, train
 from tests.ranks import RankPool
 from torchtitan_mixle.metrics.jsonl import StepLog
-from torchtitan_mixle.metrics.rates import device_peak
+from torchtitan_mixle.metrics.rates import device_peak, job_rates
 from torchtitan_mixle.metrics.run_record import RunRecord, git_state
 from torchtitan_mixle.metrics.summary import Summary
 from torchtitan_mixle.metrics.tensorboard import TensorBoard
+from torchtitan_mixle.model.args import CausalLMArgs
 
 
 def steps(path: Path) -> list[int]:
@@ -177,6 +178,16 @@ def test_the_log_says_which_peak(
     with caplog.at_level("INFO"):
         assert device_peak(config, overrides.get("name", "NVIDIA H100 80GB HBM3")) == peak
     assert said in caplog.text
+
+
+def test_the_log_says_why_there_is_no_hfu(caplog: pytest.LogCaptureFixture) -> None:
+    config: Any = job_config({"activation_checkpoint.mode": "memory_budget", "mixle.peak_tflops": 1.0})
+    dims = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
+    with caplog.at_level("INFO"):
+        rates = job_rates(config, dims, CausalLMArgs(), "cpu").over(1, 1, 1.0)
+    assert "mfu_pct" in rates
+    assert "hfu_pct" not in rates
+    assert "HFU is not reported: under activation_checkpoint.mode='memory_budget'" in caplog.text
 
 
 def test_upstreams_a100_peak_is_not_printed(ranks: RankPool, tmp_path: Path) -> None:
