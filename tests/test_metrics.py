@@ -180,6 +180,17 @@ def test_the_log_says_which_peak(
     assert said in caplog.text
 
 
+def test_replicas_and_shards_both_bring_tokens() -> None:
+    """HSDP over tensor, pipeline and context parallelism: six data-parallel ranks of 240."""
+    dims = ParallelDims(dp_replicate=2, dp_shard=3, cp=2, tp=4, pp=5, ep=1, etp=1, world_size=240)
+    config: Any = job_config({"mixle.peak_tflops": 2.0})
+    job = job_rates(config, dims, CausalLMArgs(), "cpu")
+    rates = job.over(tokens=1000, steps=4, seconds=2.0)
+    assert (rates["step_seconds"], rates["tokens_per_second"]) == (0.5, 3000)
+    assert rates["tokens_per_second_per_device"] == 12.5
+    assert rates["mfu_pct"] == pytest.approx(100 * job.flops.total * 12.5 / 2e12)
+
+
 def test_the_log_says_why_there_is_no_hfu(caplog: pytest.LogCaptureFixture) -> None:
     config: Any = job_config({"activation_checkpoint.mode": "memory_budget", "mixle.peak_tflops": 1.0})
     dims = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
