@@ -59,8 +59,18 @@ class LocalFlops(TorchDispatchMode):
         return out
 
 
+_WAITS = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.masked_select.default,
+}
+
+
 class Syncs(TorchDispatchMode):
-    """Notes the stack of whatever makes the host wait for the device: item(), bool(), float(), tolist(), numpy()."""
+    """Notes the stack of whatever makes the host wait for the device.
+
+    item(), bool(), float(), tolist(), numpy(), and results whose size depends on values, such as x[mask].
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +80,8 @@ class Syncs(TorchDispatchMode):
         self.stacks.append([frame.filename for frame in traceback.extract_stack()])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
+        by_mask = func is torch.ops.aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1])
+        if func in _WAITS or by_mask:
             self.note()
         return func(*args, **(kwargs or {}))
 

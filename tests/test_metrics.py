@@ -136,6 +136,42 @@ def test_the_first_step_of_a_start_is_in_no_average(ranks: RankPool, tmp_path: P
     assert "first_step" not in line
 
 
+def validating_run(overrides: dict[str, Any]) -> list[dict[str, Any]]:
+    """Steps of one second each on a fake clock, with a validation of a hundred seconds after each."""
+    import time
+
+    trainer = build_trainer(overrides)
+    clock, now = time.perf_counter, 0.0
+    time.perf_counter = lambda: now
+    trainer.metrics_processor.time_last_log = 0.0
+    batches, sum_loss = trainer.batch_generator(trainer.dataloader), trainer.validator._sum_loss
+
+    def slow_sum_loss(*args: Any) -> Any:
+        nonlocal now
+        now += 100.0
+        return sum_loss(*args)
+
+    trainer.validator._sum_loss = slow_sum_loss
+    try:
+        for trainer.step in (1, 2, 3, 4):
+            now += 1.0
+            trainer.train_step(batches)
+            trainer.validator.validate(trainer.model_parts, trainer.step)
+        trainer.close()
+    finally:
+        time.perf_counter = clock
+    return metrics_of(overrides)
+
+
+def test_validation_takes_no_time_or_tokens_of_training(ranks: RankPool, tmp_path: Path) -> None:
+    job = TINY | {"job.dump_folder": str(tmp_path), "metrics.log_freq": 2, "validation.enable": True}
+    job |= {"validation.steps": 1, "validation.local_batch_size": 2, "validation.seq_len": 32}
+    lines = ranks.run(validating_run, 1, job)[0]
+    assert [(line["step"], line["step_seconds"]) for line in lines] == [(1, 1), (2, 1), (4, 1)]
+    assert {line["tokens_per_second"] for line in lines} == {8 * 32}
+    assert [line["tokens_seen"] for line in lines] == [8 * 32 * step for step in (1, 2, 4)]
+
+
 def test_a_second_start_keeps_the_first_ones_record(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     dims = ParallelDims(dp_replicate=2, dp_shard=3, cp=2, tp=4, pp=5, ep=1, etp=1, world_size=240)
