@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed.pipelining import schedules
 
-from torchtitan_mixle.metrics.bubble import Action, actions_of, bubble_share, one_stage_bubble
+from torchtitan_mixle.metrics.bubble import Action, actions_of, bubble_share, one_stage_bubble, reruns_by_stage
 
 
 def order_of_1f1b(rank: int, ranks: int, microbatches: int) -> list[Action]:
@@ -74,6 +74,18 @@ def test_zero_bubble(name: str) -> None:
         share = bubble_share(orders)
         assert 0 < share <= (ranks - 1) / (6 * microbatches + ranks - 1) + 1e-12
         assert all(sum(kind == "F" for _, kind, _ in order) == 2 * microbatches for order in orders)
+
+
+def test_a_split_backward_pass_runs_a_block_again_for_each_part() -> None:
+    """Six weights after the inputs; the first stage's W is the whole backward pass, and so is a B."""
+    orders = [
+        [(0, "F", 0), (0, "I", 0), (0, "W", 0)],
+        [(1, "F", 0), (1, "F", 1), (1, "I", 0), (1, "W", 0), (1, "B", 1)],
+    ]
+    assert reruns_by_stage(orders) == {0: 1, 1: (1 + 6 + 1) / 2}
+    alone = [[(0, "F", 0), (0, "B", 0)], [(1, "F", 0), (1, "I", 0), (1, "W", 0)]]
+    # Rank 1 has 1 + 1.5 + 4 of work, rank 0 1 + 2.5; it ends at 1 + 1 + 1.5 + 4.
+    assert bubble_share(alone, 0.5) == pytest.approx(1 - (3.5 + 6.5) / (2 * 7.5))
 
 
 def test_orders_that_wait_for_each_other() -> None:

@@ -206,13 +206,19 @@ PEAKS = {
     "NVIDIA GeForce RTX 4090": (165.2, 330.3),
     "NVIDIA GeForce RTX 5090": (209.5, 419),
     "AMD Instinct MI250X": (191.5, None),
-    "AMD Instinct MI250X / MI250": (191.5, None),
     "AMD Instinct MI300X": (1307.4, 2614.9),
     "AMD Instinct MI325X": (1307.4, 2614.9),
     "AMD Instinct MI350X": (2306.9, 4613.7),
     "AMD Instinct MI355X": (2516.6, 5033.2),
 }
 UNKNOWN = (
+    "AMD Instinct MI250X / MI250",  # one name, two peaks
+    "NVIDIA H100 80GB HBM2e",  # the PCIe card's memory, under the SXM module's name
+    "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+    "NVIDIA A100-10C",
+    "NVIDIA A100X",
+    "NVIDIA A10",
+    "NVIDIA GeForce RTX 5090 D",
     "NVIDIA A100-SXM4-40GB MIG 1g.5gb",  # a share of one
     "GRID A100D-20C",
     "NVIDIA A100-SXM-64GB",  # another number of units

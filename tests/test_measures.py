@@ -1,5 +1,6 @@
 """What a run reports against a clock, a FLOP counter and a list of host synchronisations, in every layout."""
 
+import json
 import time
 import traceback
 from collections import Counter
@@ -58,8 +59,18 @@ class LocalFlops(TorchDispatchMode):
         return out
 
 
+_WAITS = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.masked_select.default,
+}
+
+
 class Syncs(TorchDispatchMode):
-    """Notes the stack of whatever makes the host wait for the device: item(), bool(), float(), tolist(), numpy()."""
+    """Notes the stack of whatever makes the host wait for the device.
+
+    item(), bool(), float(), tolist(), numpy(), and results whose size depends on values, such as x[mask].
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +80,8 @@ class Syncs(TorchDispatchMode):
         self.stacks.append([frame.filename for frame in traceback.extract_stack()])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
+        by_mask = func is torch.ops.aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1])
+        if func in _WAITS or by_mask:
             self.note()
         return func(*args, **(kwargs or {}))
 
@@ -200,6 +212,49 @@ def test_flops_are_those_counted_on_the_ranks(run: Any) -> None:
         assert everything == (FLOPS + again) * TOKENS_A_STEP
 
 
+SPLIT: list[dict[str, Any]] = [
+    FULL | {"parallelism.pipeline_parallel_schedule": "ZBVZeroBubble", "activation_checkpoint.early_stop": True},
+    {
+        "parallelism.pipeline_parallel_schedule": "DualPipeV",  # splits some backward passes, not all
+        "activation_checkpoint.mode": "selective",
+        "activation_checkpoint.selective_ac_option": "2",
+    },
+]
+
+
+def counted_and_reported(jobs: list[dict[str, Any]]) -> list[tuple[int, float, float]]:
+    """For each job: FLOPs that this rank counts in a step, FLOPs per token by the closed form, and MFU over HFU."""
+    results = []
+    for job in jobs:
+        trainer = build_trainer(job)
+        batches = trainer.batch_generator(trainer.dataloader)
+        flops = LocalFlops()
+        with sdpa_kernel(SDPBackend.MATH):
+            trainer.step = 1
+            trainer.train_step(batches)
+            trainer.step = 2
+            with flops:
+                trainer.train_step(batches)
+        rates = trainer.metrics_processor.rates
+        reported = rates.over(1, 1, 1.0)
+        trainer.close()
+        results.append((sum(flops.counts.values()), rates.flops.total, reported["hfu_pct"] / reported["mfu_pct"]))
+    return results
+
+
+def test_hfu_of_a_backward_pass_in_parts_counts_every_run(ranks: RankPool, tmp_path: Path) -> None:
+    """Torch runs a checkpointed block again for each part of its backward pass."""
+    job = TINY | EVEN | {PIPELINE: 2, "training.local_batch_size": 8, "mixle.peak_tflops": PEAK_TFLOPS}
+    jobs = [job | {"job.dump_folder": str(tmp_path)} | split for split in SPLIT]
+    by_rank = ranks.run(counted_and_reported, 2, jobs)
+    for i in range(len(jobs)):
+        _, total, ratio = by_rank[0][i]
+        assert sum(rank[i][0] for rank in by_rank) == pytest.approx(total * ratio * TOKENS_A_STEP, rel=1e-12)
+        assert ratio > 1.05
+    recomputed = json.loads((tmp_path / "run.json").read_text())["model"]["flops_per_token"]["recomputed"]
+    assert FLOPS + recomputed == pytest.approx(FLOPS * by_rank[0][-1][2])
+
+
 def test_no_step_waits_for_the_device_but_where_torchtitan_does(run: Any) -> None:
     """TorchTitan's own: the number of valid tokens at each step that shares data, and what it reports."""
     layout, _, results, _ = run
@@ -225,8 +280,6 @@ def test_the_bubble_is_reported_for_a_pipeline_alone(run: Any) -> None:
 
 def test_the_record_and_the_summary(run: Any) -> None:
     """The first step is kept out; what stays is one second a step."""
-    import json
-
     layout, world_size, _, folder = run
     record = json.loads((folder / "run.json").read_text())
     assert record["layout"]["world_size"] == world_size

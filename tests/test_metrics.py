@@ -11,10 +11,11 @@ from torchtitan.distributed import ParallelDims
 from tests.jobs import ROOT, TINY, build_trainer, job_config, metrics_of, read_lines, train
 from tests.ranks import RankPool
 from torchtitan_mixle.metrics.jsonl import StepLog
-from torchtitan_mixle.metrics.rates import device_peak
+from torchtitan_mixle.metrics.rates import device_peak, job_rates
 from torchtitan_mixle.metrics.run_record import RunRecord, git_state
 from torchtitan_mixle.metrics.summary import Summary
 from torchtitan_mixle.metrics.tensorboard import TensorBoard
+from torchtitan_mixle.model.args import CausalLMArgs
 
 
 def steps(path: Path) -> list[int]:
@@ -135,6 +136,54 @@ def test_the_first_step_of_a_start_is_in_no_average(ranks: RankPool, tmp_path: P
     assert "first_step" not in line
 
 
+def validating_run(overrides: dict[str, Any]) -> list[dict[str, Any]]:
+    """Steps of one second each on a fake clock, with a validation of a hundred seconds after each."""
+    import time
+
+    trainer = build_trainer(overrides)
+    clock, now = time.perf_counter, 0.0
+    time.perf_counter = lambda: now
+    trainer.metrics_processor.time_last_log = 0.0
+    batches, sum_loss = trainer.batch_generator(trainer.dataloader), trainer.validator._sum_loss
+
+    def slow_sum_loss(*args: Any) -> Any:
+        nonlocal now
+        now += 100.0
+        return sum_loss(*args)
+
+    trainer.validator._sum_loss = slow_sum_loss
+    try:
+        for trainer.step in (1, 2, 3, 4):
+            now += 1.0
+            trainer.train_step(batches)
+            trainer.validator.validate(trainer.model_parts, trainer.step)
+        trainer.close()
+    finally:
+        time.perf_counter = clock
+    return metrics_of(overrides)
+
+
+def test_validation_takes_no_time_or_tokens_of_training(ranks: RankPool, tmp_path: Path) -> None:
+    job = TINY | {"job.dump_folder": str(tmp_path), "metrics.log_freq": 2, "validation.enable": True}
+    job |= {"validation.steps": 1, "validation.local_batch_size": 2, "validation.seq_len": 32}
+    lines = ranks.run(validating_run, 1, job)[0]
+    assert [(line["step"], line["step_seconds"]) for line in lines] == [(1, 1), (2, 1), (4, 1)]
+    assert {line["tokens_per_second"] for line in lines} == {8 * 32}
+    assert [line["tokens_seen"] for line in lines] == [8 * 32 * step for step in (1, 2, 4)]
+
+
+def test_the_benchmark_refuses_at_once_what_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+    import runpy
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    bench = runpy.run_path(str(ROOT / "scripts" / "bench.py"))
+    with pytest.raises(SystemExit, match=r"pip install \"torchtitan-mixle\[bench\]\", or leave it out of --against"):
+        bench["main"](against=("transformers",))
+    with pytest.raises(SystemExit, match=r"--rounds, .* must be at least 1"):
+        bench["main"](rounds=0, against=("plain",))
+
+
 def test_a_second_start_keeps_the_first_ones_record(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     dims = ParallelDims(dp_replicate=2, dp_shard=3, cp=2, tp=4, pp=5, ep=1, etp=1, world_size=240)
@@ -177,6 +226,27 @@ def test_the_log_says_which_peak(
     with caplog.at_level("INFO"):
         assert device_peak(config, overrides.get("name", "NVIDIA H100 80GB HBM3")) == peak
     assert said in caplog.text
+
+
+def test_replicas_and_shards_both_bring_tokens() -> None:
+    """HSDP over tensor, pipeline and context parallelism: six data-parallel ranks of 240."""
+    dims = ParallelDims(dp_replicate=2, dp_shard=3, cp=2, tp=4, pp=5, ep=1, etp=1, world_size=240)
+    config: Any = job_config({"mixle.peak_tflops": 2.0})
+    job = job_rates(config, dims, CausalLMArgs(), "cpu")
+    rates = job.over(tokens=1000, steps=4, seconds=2.0)
+    assert (rates["step_seconds"], rates["tokens_per_second"]) == (0.5, 3000)
+    assert rates["tokens_per_second_per_device"] == 12.5
+    assert rates["mfu_pct"] == pytest.approx(100 * job.flops.total * 12.5 / 2e12)
+
+
+def test_the_log_says_why_there_is_no_hfu(caplog: pytest.LogCaptureFixture) -> None:
+    config: Any = job_config({"activation_checkpoint.mode": "memory_budget", "mixle.peak_tflops": 1.0})
+    dims = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
+    with caplog.at_level("INFO"):
+        rates = job_rates(config, dims, CausalLMArgs(), "cpu").over(1, 1, 1.0)
+    assert "mfu_pct" in rates
+    assert "hfu_pct" not in rates
+    assert "HFU is not reported: under activation_checkpoint.mode='memory_budget'" in caplog.text
 
 
 def test_upstreams_a100_peak_is_not_printed(ranks: RankPool, tmp_path: Path) -> None:

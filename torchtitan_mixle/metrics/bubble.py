@@ -1,5 +1,6 @@
 """The pipeline bubble: the share of their time that a schedule's ranks spend waiting. Plain data: no torch here."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,14 +8,36 @@ from torchtitan_mixle.planning.order import Action, in_turn, needs, result
 
 _KINDS = "FBIW"
 
+RERUNS = {"F": 0, "B": 1, "I": 1, "W": 6}
+"""How often each kind of action runs a checkpointed block's forward pass again.
+
+torch 2.13 goes through the graph once for the gradients of inputs, and then once for the weights of each norm and each
+linear layer by themselves, and every time computes the whole block that they are in.
+"""
+
 
 def costs(recomputed: float = 0.0) -> dict[str, float]:
     """Time of each kind of action in forward passes.
 
     A backward pass is two: one for the gradients of inputs, one for those of weights. `recomputed` is the share of a
-    forward pass that is run again in front of it.
+    forward pass that is run again each time that one is.
     """
-    return {"F": 1.0, "B": 2.0 + recomputed, "I": 1.0 + recomputed, "W": 1.0}
+    computed = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+    return {kind: cost + RERUNS[kind] * recomputed for kind, cost in computed.items()}
+
+
+def reruns_by_stage(orders: Sequence[Sequence[Action]]) -> dict[int, float]:
+    """How often a checkpointed block of each stage is run again per microbatch, on average.
+
+    The first stage has no inputs to split off: its W is the whole backward pass.
+    """
+    actions = [action for order in orders for action in order]
+    microbatches = Counter(stage for stage, kind, _ in actions if kind == "F")
+    whole = RERUNS | {"I": 0, "W": 1}
+    reruns = dict.fromkeys(microbatches, 0)
+    for stage, kind, _ in actions:
+        reruns[stage] += (RERUNS if stage else whole)[kind]
+    return {stage: runs / microbatches[stage] for stage, runs in reruns.items()}
 
 
 def bubble_share(orders: Sequence[Sequence[Action]], recomputed: float = 0.0) -> float:

@@ -79,9 +79,10 @@ DEVICES = (
 )
 
 # Words that tell no device from another of its name. "Laptop", "D", "Max-Q", "MIG", a virtual GPU's "20C" and the like
-# are not among them: such a device has another peak, or a share of one.
+# are not among them: such a device has another peak, or a share of one. Nor is "MI250" beside "MI250X", the one name of
+# two devices, of which the MI250 has 104 units a die and not 110; nor HBM2e, an H100's that is no SXM module.
 _NOISE = re.compile(
-    r"nvidia|amd|instinct|geforce|tesla|graphics|gpu|sxm\d?|oam|vf|ac|hbm\d\w?|/|mi250"
+    r"nvidia|amd|instinct|geforce|tesla|graphics|gpu|sxm\d?|oam|vf|ac|hbm3e?"
     r"|(24|32|40|48|80|94|96|120|141|180|192|256|288|480)gb"
 )
 

@@ -21,7 +21,7 @@ from torchtitan_mixle.metrics.bubble import actions_of, bubble_share, one_stage_
 from torchtitan_mixle.metrics.counting import count_parameters
 from torchtitan_mixle.metrics.jsonl import StepLog
 from torchtitan_mixle.metrics.losses import NotedLoss, max_loss, worst_of_ranks
-from torchtitan_mixle.metrics.rates import job_rates
+from torchtitan_mixle.metrics.rates import job_rates, recomputed_in_pipeline, share_of_forward
 from torchtitan_mixle.metrics.run_record import RunRecord
 from torchtitan_mixle.metrics.summary import Summary
 from torchtitan_mixle.metrics.tensorboard import TensorBoard
@@ -51,6 +51,7 @@ class CausalLMMetrics(MetricsProcessor):
         super().__init__(_without_tensorboard(job_config), parallel_dims, tag)
         self.job_config = job_config
         device_name = self.device_memory_monitor.device_name
+        self.model_args = model_args
         self.rates = job_rates(job_config, parallel_dims, model_args, device_name)
         self.bubble: float | None = None
         """Share of its time that a pipeline rank waits, by the schedule; None without a pipeline."""
@@ -72,7 +73,8 @@ class CausalLMMetrics(MetricsProcessor):
         self._doubted = False
         self._open_logs(tag)
         if self.record is not None:
-            self.record.write(device=self._device(), model=_model(model_args, self.rates.flops, self.rates.recomputed))
+            self.record.write(device=self._device())
+        self._record_model()
 
     def _open_logs(self, tag: str | None) -> None:
         options = self.job_config.metrics
@@ -97,12 +99,20 @@ class CausalLMMetrics(MetricsProcessor):
             "peak_tflops": None if peak is None else peak / 1e12,
         }
 
+    def _record_model(self) -> None:
+        if self.record is not None:
+            self.record.write(model=_model(self.model_args, self.rates.flops, self.rates.recomputed))
+
     def see_schedule(self, schedule: Any, microbatches: int) -> None:
-        """Derive the bubble from one of torch's pipeline schedules: from what its ranks will do, in order."""
+        """Derive the bubble, and what is run again, from what the ranks of one of torch's schedules do, in order."""
         if isinstance(schedule, PipelineScheduleSingle):  # torch 2.13's table of 1F1B names microbatches that are not
             self.bubble = one_stage_bubble(self.parallel_dims.pp, microbatches)
         else:
-            self.bubble = bubble_share(actions_of(schedule), self.rates.recomputed_share)
+            orders = actions_of(schedule)
+            self.bubble = bubble_share(orders, share_of_forward(self.rates.recomputed, self.rates.flops))
+            recomputed = recomputed_in_pipeline(self.job_config, self.model_args, orders)
+            self.rates = dataclasses.replace(self.rates, recomputed=recomputed)
+            self._record_model()
 
     def should_log(self, step: int) -> bool:
         """TorchTitan asks on every rank at every step: the first time tells where this start of the run begins."""
@@ -301,7 +311,7 @@ def _both(first: BaseLogger, second: BaseLogger) -> LoggerContainer:
     return both
 
 
-def _model(args: CausalLMArgs, flops: Any, recomputed: int | None) -> dict[str, Any]:
+def _model(args: CausalLMArgs, flops: Any, recomputed: float | None) -> dict[str, Any]:
     counted = dataclasses.asdict(flops) | {"total": flops.total, "causal_total": flops.causal_total}
     return {
         "parameters": count_parameters(args),

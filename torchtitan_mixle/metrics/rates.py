@@ -1,17 +1,19 @@
 """From tokens and seconds to what a run reports: throughput and utilisation."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 
+from torchtitan_mixle.metrics.bubble import reruns_by_stage
 from torchtitan_mixle.metrics.counting import FlopsPerToken, flops_per_token, recomputed_flops_per_token
 from torchtitan_mixle.metrics.hardware import peak_flops
 from torchtitan_mixle.model.args import CausalLMArgs
 from torchtitan_mixle.planning.check import compiles_model
-from torchtitan_mixle.planning.order import rank_of_stage
+from torchtitan_mixle.planning.order import Action, rank_of_stage
 from torchtitan_mixle.planning.stages import job_schedule, stage_modules
 
 logger = logging.getLogger(__name__)
@@ -22,16 +24,11 @@ class Rates:
     """What turns counts into rates: the model's FLOPs, the device's peak, the layout."""
 
     flops: FlopsPerToken
-    recomputed: int | None
+    recomputed: float | None
     """FLOPs per token that are run again for the backward pass; None where that is not known."""
     peak: float | None
     """FLOP/s of one device; None where that is not known."""
     dims: ParallelDims
-
-    @property
-    def recomputed_share(self) -> float:
-        """Of the blocks' forward pass, the share that is run again; 0 where that is not known."""
-        return (self.recomputed or 0) / ((self.flops.blocks + self.flops.attention) / 3)
 
     def over(self, tokens: int, steps: int, seconds: float) -> dict[str, float]:
         """Rates of `steps` steps in which each data-parallel rank trained on `tokens` tokens, of whole sequences."""
@@ -55,17 +52,19 @@ class Rates:
 def job_rates(job_config: JobConfig, dims: ParallelDims, args: CausalLMArgs, device_name: str) -> Rates:
     """Of a job on devices of that name; says in the log what utilisation is measured against."""
     seq_len = job_config.training.seq_len
-    return Rates(
-        flops_per_token(args, seq_len), recomputed_by(job_config, args), device_peak(job_config, device_name), dims
-    )
+    peak = device_peak(job_config, device_name)
+    recomputed = recomputed_by(job_config, args)
+    if peak is not None and recomputed is None:
+        logger.info(
+            "HFU is not reported: under activation_checkpoint.mode=%r the compiler alone decides what runs again",
+            job_config.activation_checkpoint.mode,
+        )
+    return Rates(flops_per_token(args, seq_len), recomputed, peak, dims)
 
 
 def recomputed_by(job_config: Any, args: CausalLMArgs) -> int | None:
-    """FLOPs per token that the job's activation checkpointing runs again; None where nobody can say."""
+    """FLOPs per token that are run again if every checkpointed block is run again once; None where nobody can say."""
     options, parallelism = job_config.activation_checkpoint, job_config.parallelism
-    pipelined = parallelism.pipeline_parallel_degree > 1
-    if options.mode != "none" and pipelined and job_schedule(parallelism).splits_backward:
-        return None  # it goes through a block as often as torch's splitting finds necessary, computing each time
     compiled = compiles_model(job_config)
     # With tensor parallelism a whole compiled block is run again, see `parallelize`.
     into_the_graph = compiled and parallelism.tensor_parallel_degree == 1
@@ -80,15 +79,43 @@ def recomputed_by(job_config: Any, args: CausalLMArgs) -> int | None:
 
 
 def _blocks_by_rank(job_config: Any, args: CausalLMArgs) -> list[int]:
+    return [sum(stages.values()) for stages in _stages_by_rank(job_config, args)]
+
+
+def _stages_by_rank(job_config: Any, args: CausalLMArgs) -> list[dict[int, int]]:
+    """For each pipeline rank, the number of blocks of its stages, in order."""
     pp = job_config.parallelism.pipeline_parallel_degree
     if pp == 1:
-        return [args.n_layer]
-    stages = stage_modules(args.n_layer, job_config.parallelism)
+        return [{0: args.n_layer}]
     v_shaped = job_schedule(job_config.parallelism).v_shaped
-    blocks = [0] * pp
-    for number, stage in enumerate(stages):
-        blocks[rank_of_stage(number, pp, v_shaped=v_shaped)] += sum(name.startswith("blocks.") for name in stage)
-    return blocks
+    ranks: list[dict[int, int]] = [{} for _ in range(pp)]
+    for number, stage in enumerate(stage_modules(args.n_layer, job_config.parallelism)):
+        rank = rank_of_stage(number, pp, v_shaped=v_shaped)
+        ranks[rank][number] = sum(name.startswith("blocks.") for name in stage)
+    return ranks
+
+
+def recomputed_in_pipeline(job_config: Any, args: CausalLMArgs, orders: Sequence[Sequence[Action]]) -> float | None:
+    """As `recomputed_by`, with each stage's blocks run again as often as the ranks' actions, `orders`, say."""
+    once = recomputed_by(job_config, args)
+    if not once:
+        return once
+    options, reruns = job_config.activation_checkpoint, reruns_by_stage(orders)
+    every = 1 if options.mode == "full" else int(options.selective_ac_option)
+    blocks, runs = 0, 0.0
+    for stages in _stages_by_rank(job_config, args):
+        seen = 0  # TorchTitan counts over all the blocks of a rank
+        for stage, number in stages.items():
+            again = (seen + number) // every - seen // every
+            seen += number
+            blocks += again
+            runs += again * reruns[stage]
+    return once * runs / blocks
+
+
+def share_of_forward(recomputed: float | None, flops: FlopsPerToken) -> float:
+    """Of the blocks' forward pass, the share that is run again; 0 where that is not known."""
+    return (recomputed or 0) / ((flops.blocks + flops.attention) / 3)
 
 
 def computes_in_float8(job_config: Any) -> bool:
