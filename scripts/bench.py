@@ -307,9 +307,9 @@ def llama3(settings: Settings, trainer: Any, folder: str) -> list[Contestant]:
     attention = 2 * args.d_model * settings.seq_len
     forward = args.n_layer * (2 * block + 2 * attention)
     flops = 3 * forward + 6 * args.vocab_size * args.d_model
-    # Compiled into the graph, recomputation leaves out the block's last product, which no gradient needs.
-    once_more = forward - settings.compile * args.n_layer * 2 * args.d_model * hidden
-    again = once_more if settings.recompute == "full" else 0
+    again = forward if settings.recompute == "full" else 0
+    if again and settings.compile:  # the compiler leaves out each block's last product, which no gradient needs
+        again -= args.n_layer * 2 * args.d_model * hidden
     run = trainer_round(rival, settings.steps)
     return [Contestant("TorchTitan's llama3", run, settings.tokens, flops, again)]
 

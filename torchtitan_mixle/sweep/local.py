@@ -29,9 +29,9 @@ def run_here(sweep: SweepFile, points: Sequence[Point], progress: Progress) -> N
     if sweep.nodes > 1:
         raise ConfigError(f"{sweep.path}: nodes={sweep.nodes} needs --launcher slurm; this machine is one node")
     before = signal.signal(signal.SIGTERM, _interrupt)
-    for point in points:  # in whatever order an earlier start had them
-        end_leftover(point.folder(sweep.folder))
     try:
+        for point in points:  # all of them first: an earlier start may have had another order
+            end_leftover(point.folder(sweep.folder))
         for point in points:
             _run(sweep, point, progress)
     finally:
