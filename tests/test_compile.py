@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import BRIEF, ROOT, TINY, build_trainer, job_config
+from tests.jobs import BRIEF, TINY, build_trainer, job_config
 from tests.ranks import RankPool
 from torchtitan_mixle.metrics.counting import flops_per_token
 from torchtitan_mixle.metrics.rates import recomputed_by
@@ -139,40 +139,6 @@ def compiled_flops(jobs: list[dict[str, Any]]) -> list[int]:
         trainer.close()
         results.append(sum(runs))
     return results
-
-
-def compiled_llama3(folder: str) -> tuple[int, int]:
-    """FLOPs per token of the benchmark's llama3 without its head: counted in its compiled blocks, and as it says."""
-    import runpy
-    from unittest.mock import patch
-
-    from torch._dynamo import reset
-    from torchtitan.config import ConfigManager
-
-    from tests.flops import counting_backend
-
-    reset()
-    name, runs = counting_backend()
-    bench = runpy.run_path(str(ROOT / "scripts" / "bench.py"))
-    settings = bench["Settings"]("debugmodel", seq_len=32, batch_size=2, steps=1, compile=True, recompute="full")
-    parse = ConfigManager.parse_args
-    with patch.object(
-        ConfigManager, "parse_args", lambda self, words: parse(self, [*words, "--compile.backend", name])
-    ):
-        trainer = bench["build_trainer"](settings, folder)
-        (rival,) = bench["llama3"](settings, trainer, folder)
-    for _ in range(2):
-        runs.clear()
-        rival.run()
-    trainer.close()
-    head = 6 * trainer.model_args.vocab_size * trainer.model_args.d_model
-    return sum(runs), (rival.flops_per_token - head + rival.recomputed) * settings.tokens
-
-
-@pytest.mark.slow
-def test_the_benchmark_counts_what_llama3_recomputes(ranks: RankPool, tmp_path: Path) -> None:
-    counted, closed = ranks.run(compiled_llama3, 1, str(tmp_path))[0]
-    assert counted == closed > 0
 
 
 @pytest.mark.slow

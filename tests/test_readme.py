@@ -1,4 +1,4 @@
-"""Every command in the README is run here as it stands, or is marked as needing a cluster or minutes of compiling."""
+"""Every command in the README is run here as it stands, or is marked as needing a cluster or minutes."""
 
 import os
 import re
