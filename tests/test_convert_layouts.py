@@ -1,7 +1,9 @@
 """Runs of several layouts between mixle and GPT-2: what they load, what they train on from, what they leave."""
 
 import json
+import shlex
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GPT2LMHeadModel
 
-from tests.jobs import TINY, build_trainer, job_config, metrics_of, read_lines, whole_state
+from tests.jobs import DEBUG_CONFIG, TINY, build_trainer, job_config, metrics_of, read_lines, whole_state
 from tests.ranks import RankPool
 from torchtitan_mixle.checkpoint.adapter import GPT2Adapter
 from torchtitan_mixle.checkpoint.load import load_model, open_checkpoint
 from torchtitan_mixle.checkpoint.preflight import check_start
+from torchtitan_mixle.checkpoint.record import ModelRecord
 from torchtitan_mixle.cli.main import main
 from torchtitan_mixle.errors import ConfigError
 from torchtitan_mixle.flavors import FLAVORS
@@ -176,13 +179,53 @@ def test_a_run_goes_on_from_a_mixle_model(name: str, runs: dict[str, Any], start
             torch.testing.assert_close(loaded[key], value, atol=1e-7, rtol=1e-6)
         else:
             assert torch.equal(loaded[key], value), key
+    assert results[0]["loss"] == pytest.approx(loss_in_mixle(lm, results), rel=1e-5)
+
+
+def loss_in_mixle(lm: LM, results: list[dict[str, Any]]) -> float:
+    """What mixle's module makes of the samples of a step."""
     by_rank = {result["dp"]: torch.cat(result["samples"]) for result in results}
     samples = torch.cat(list(by_rank.values()))
     assert samples.shape == (8, 33)
     with torch.no_grad():
         logits = lm.module(samples[:, :-1], return_all_logits=True)
-    loss = F.cross_entropy(logits.flatten(0, 1), samples[:, 1:].flatten()).item()
-    assert results[0]["loss"] == pytest.approx(loss, rel=1e-5)
+    return F.cross_entropy(logits.flatten(0, 1), samples[:, 1:].flatten()).item()
+
+
+@pytest.mark.slow
+def test_a_mixle_model_of_no_flavors_size_is_trained(
+    ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the flags that the import prints."""
+    from torchtitan.config import ConfigManager
+
+    lm = LM(257, d_model=48, n_layer=3, n_head=6, block=40)
+    with torch.no_grad():
+        lm.module.mup_output_multiplier.fill_(MULTIPLIER)
+    lm.save(str(tmp_path / "lm.pt"))
+    command("import", tmp_path / "lm.pt", "--out", tmp_path / "a start")
+    words = shlex.split(capsys.readouterr().out.partition("start a run with ")[2])
+    args = args_of(ConfigManager().parse_args(["--job.config_file", str(DEBUG_CONFIG), *words]))
+    assert (args.vocab_size, args.d_model, args.n_layer, args.n_head, args.block) == (257, 48, 3, 6, 40)
+
+    flags = dict(zip(words[::2], words[1::2], strict=True))
+    job = TINY | {key.removeprefix("--"): int(value) if value.isdecimal() else value for key, value in flags.items()}
+    job |= {TENSOR: 2, "job.dump_folder": str(tmp_path / "run"), "training.local_batch_size": 8}
+    job |= {"checkpoint.enable": True, "checkpoint.interval": 10}
+    results = ranks.run(run, 2, job, 10**9)
+    for key, value in from_mixle(lm.module.state_dict(), 6).items():
+        assert torch.equal(results[0]["loaded"][key], value), key
+    assert results[0]["loss"] == pytest.approx(loss_in_mixle(lm, results), rel=1e-5)
+
+
+def test_flags_of_a_model() -> None:
+    small = FLAVORS["124M"]
+    assert ModelRecord.of(small).flags() == ["--model.flavor", "124M"]
+    padded = ModelRecord.of(replace(small, vocab_size=50304), mup_attention=True)
+    assert padded.flags() == ["--model.flavor", "124M", "--mixle.vocab_size", "50304", "--mixle.mup_attention"]
+    other = replace(small, n_head=6)
+    assert "--model.flavor" not in ModelRecord.of(other).flags()
+    assert ModelRecord.of(other).flags()[6:8] == ["--mixle.n_head", "6"]
 
 
 @pytest.mark.slow

@@ -89,6 +89,6 @@ def test_the_command(tmp_path: Path) -> None:
     words += ["--override", "training.seq_len=32", "training.local_batch_size=2", "--layouts", "cp2,tp3"]
     result = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
     assert result.returncode == 1  # the README's command shows the other one
-    assert result.stdout.count("│ same") == 1
+    assert result.stdout.count("│ same") == 1, result.stdout
     assert "reference" in result.stdout
     assert "tp3: parallelism.tensor_parallel_degree=3 must divide n_head=8" in result.stdout

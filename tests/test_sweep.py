@@ -130,6 +130,12 @@ def test_errors_in_logs() -> None:
     assert "CUDA out of memory" in (failures.out_of_memory(log) or "")
     assert failures.first_error("x\n[rank1]: RuntimeError: broken\nValueError: later\n") == "RuntimeError: broken"
     assert failures.first_error("[rank 0] ConfigError: tp=3 must\nRuntimeError: b\n") == "tp=3 must"
+    assert failures.first_error("x\n[rank1]: terminate called without an active exception\ny") == (
+        "terminate called without an active exception"
+    )
+    network = "torch.distributed.DistNetworkError: EADDRINUSE"
+    assert failures.first_error(f"{network}\n") == network
+    assert failures.first_error(f"{network}\nKeyError: 1\n") == "KeyError: 1"
     assert failures.was_killed("exitcode  : -9 (pid: 3)\n") and failures.out_of_memory("memory: 0.5GiB\n") is None
 
 

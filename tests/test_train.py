@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.jobs import ROOT, TINY, read_lines, train
+from tests.jobs import ROOT, TINY, build_trainer, read_lines, train
 from tests.ranks import RankPool
+from torchtitan_mixle.errors import ConfigError
 
 DCP_KEYS = ("tok.weight", "head.weight", "pos.weight", "blocks.3.attn.wqkv.weight", "mup_output_multiplier")
 
@@ -130,6 +131,20 @@ def test_hugging_face_text(ranks: RankPool, tmp_path: Path) -> None:
     lines = ranks.run(train, 2, job)[0]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert lines[0]["loss"] == pytest.approx(torch.tensor(200.0).log().item(), abs=0.3)
+
+    # Its place is that of each rank, so it goes on on as many, and says so to any other number.
+    job |= {"checkpoint.enable": True, "training.steps": 2, "job.dump_folder": str(tmp_path / "saved")}
+    ranks.run(train, 2, job)
+    said = ranks.run(refusal, 1, job | {"training.steps": 3})[0]
+    assert "the place in training.dataset='c4_test' of each of 2 data-parallel ranks, and this job has 1; " in said
+    ranks.run(train, 1, job | {"training.steps": 3, "checkpoint.exclude_from_loading": ["dataloader"]})
+    assert [line["step"] for line in read_lines(tmp_path / "saved" / "metrics.jsonl")] == [1, 2, 3]
+
+
+def refusal(overrides: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        build_trainer(overrides)
+    return str(caught.value)
 
 
 def run(words: list[str], cwd: Path, **env: str) -> str:

@@ -6,8 +6,12 @@ from pathlib import Path
 # torchrun and torch put the rank before a worker's lines; rich and torchrun draw boxes around them.
 _RANK = re.compile(r"^\[(?:rank|default|trainer)?\d+\]:\s?")
 _OPTIONS = ("Unrecognized options", "Invalid choice", "Invalid value")
-_EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|bad_alloc)\b")
-_NOT_THE_CAUSE = ("ChildFailedError", "SignalException", "torch.distributed.elastic", "DistNetworkError")
+_EXCEPTION = re.compile(
+    r"^(?:[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|bad_alloc)\b|terminate called|Fatal Python error)"
+)
+_NOT_THE_CAUSE = ("ChildFailedError", "SignalException", "torch.distributed.elastic")
+_OF_OTHER_RANKS = ("DistNetworkError",)
+"""What the ranks that are left say when one has gone; seldom the cause."""
 _OUT_OF_MEMORY = re.compile(
     r"OutOfMemoryError|(?:CUDA|HIP|XPU) (?:error: )?out of memory"
     r"|DefaultCPUAllocator: (?:can't allocate|not enough) memory|^MemoryError\b|std::bad_alloc|oom[-_ ]kill|OUT_OF_ME",
@@ -22,7 +26,13 @@ def first_error(log: str) -> str | None:
     own = [line.split("ConfigError: ", 1)[1] for line in lines if "] ConfigError: " in line]
     options = [line for line in lines if line.startswith(_OPTIONS)]
     exceptions = [line for line in lines if _EXCEPTION.match(line) and not any(word in line for word in _NOT_THE_CAUSE)]
+    exceptions.sort(key=lambda line: any(word in line for word in _OF_OTHER_RANKS))
     return next(iter(own + options + exceptions), None)
+
+
+def last_lines(log: str, count: int = 30) -> str:
+    """The end of what a run printed, for where no line says what went wrong."""
+    return "\n".join(log.rstrip().splitlines()[-count:])
 
 
 def out_of_memory(log: str) -> str | None:

@@ -1,6 +1,6 @@
-"""Named model sizes as plain data; `[mixle] vocab_size` and `[mixle] block` override a flavor's."""
+"""Named model sizes as plain data; the keys of the same names in `[mixle]` override a flavor's numbers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True)
@@ -13,6 +13,10 @@ class Flavor:
     n_head: int
     block: int
     """Rows of the position table: the longest sequence."""
+
+
+SIZES = tuple(field.name for field in fields(Flavor))
+"""The names of the five."""
 
 
 _GPT2 = {"vocab_size": 50257, "block": 1024}

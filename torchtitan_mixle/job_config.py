@@ -14,6 +14,15 @@ class Mixle:
     vocab_size: int | None = None
     """Rows of the tied token matrix; unset: the flavor's."""
 
+    d_model: int | None = None
+    """Width of the residual stream; unset: the flavor's."""
+
+    n_layer: int | None = None
+    """Blocks; unset: the flavor's."""
+
+    n_head: int | None = None
+    """Attention heads, which divide d_model; unset: the flavor's."""
+
     block: int | None = None
     """Rows of the position table, the longest sequence; unset: the flavor's."""
 

@@ -13,12 +13,14 @@ from torchtitan_mixle.checkpoint.reader import METADATA, Weights
 from torchtitan_mixle.checkpoint.record import FILE, ModelRecord, find_record, read_record
 from torchtitan_mixle.data.datasets import is_token_source
 from torchtitan_mixle.errors import ConfigError
+from torchtitan_mixle.flavors import SIZES
 from torchtitan_mixle.model.args import CausalLMArgs
+from torchtitan_mixle.planning.check import run_plan
 
 logger = logging.getLogger(__name__)
 
 _STATES = {"optimizer": "optimizer.", "lr_scheduler": "lr_scheduler.", "train_state": "train_state"}
-_FIXED = ("vocab_size", "d_model", "n_layer", "n_head", "block", "mup_attention")
+_FIXED = (*SIZES, "mup_attention")
 
 
 def check_start(job_config: Any, args: CausalLMArgs) -> tuple[GPT2Folder | None, str]:
@@ -231,6 +233,15 @@ def _check_states(weights: Weights, job_config: Any, *, remedy: str) -> None:
             f"{weights.folder} does not say where training.dataset={dataset!r} was left: its data was of another kind, "
             f'or none; set checkpoint.exclude_from_loading=["dataloader"] to begin that data anew, or {remedy}'
         )
+    saved = sum(name.startswith("dataloader.dp_rank_") for name in weights.others)  # none for tokens
+    here = run_plan(job_config, dist.get_world_size()).data_parallel_degree if dist.is_initialized() else saved
+    if saved not in (0, here):
+        raise ConfigError(
+            f"{weights.folder} holds the place in training.dataset={dataset!r} of each of {saved} data-parallel ranks, "
+            f"and this job has {here}; text that is read as it comes cannot be shared out anew: use {saved} of them, "
+            f"make a folder of tokens of it with `torchtitan-mixle prepare`, or begin it anew with "
+            f'checkpoint.exclude_from_loading=["dataloader"]'
+        )
 
 
 def _check_given(job_config: Any, args: CausalLMArgs) -> tuple[GPT2Folder | None, str]:
@@ -256,7 +267,7 @@ def _check_given(job_config: Any, args: CausalLMArgs) -> tuple[GPT2Folder | None
         if there != here:
             raise ConfigError(
                 f"checkpoint.initial_load_path={str(path)!r} is of a model with {name}={there} ({theirs.origin}), and "
-                f"this model has {name}={here}"
+                f"this model has {name}={here}; set [mixle] {name}={str(there).lower()}"
             )
     return None, theirs.activation
 

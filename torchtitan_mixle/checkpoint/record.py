@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from torchtitan_mixle.config_file import read_config
 from torchtitan_mixle.errors import ConfigError
-from torchtitan_mixle.flavors import FLAVORS
+from torchtitan_mixle.flavors import FLAVORS, SIZES
 from torchtitan_mixle.metrics.counting import ModelShape, count_parameters
 from torchtitan_mixle.whole_file import write_whole
 
@@ -54,8 +54,7 @@ class ModelRecord:
 
     @classmethod
     def of(cls, shape: ModelShape, **others: Any) -> "ModelRecord":
-        five = {name: getattr(shape, name) for name in ("vocab_size", "d_model", "n_layer", "n_head", "block")}
-        return cls(**five, **others)
+        return cls(**{name: getattr(shape, name) for name in SIZES}, **others)
 
     def describe(self) -> str:
         """The size in words, for the end of a command."""
@@ -64,13 +63,27 @@ class ModelRecord:
             f"n_layer={self.n_layer}, n_head={self.n_head}, block={self.block})"
         )
 
+    def flags(self) -> list[str]:
+        """What makes the model of any job's config this one, on TorchTitan's command line."""
+        sizes = {name: getattr(self, name) for name in SIZES}
+        words: list[str] = []
+        for flavor, theirs in FLAVORS.items():
+            others = {name: value for name, value in sizes.items() if value != getattr(theirs, name)}
+            if others.keys() <= {"vocab_size", "block"}:
+                words, sizes = ["--model.flavor", flavor], others
+                break
+        words += [word for name, value in sizes.items() for word in (f"--mixle.{name}", str(value))]
+        return words + (["--mixle.mup_attention"] if self.mup_attention else [])
+
     def require_same(self, other: ModelShape, *, what: str) -> None:
         """Raise ConfigError unless `other`, the model in `what`, has this record's size."""
-        for name in ("vocab_size", "d_model", "n_layer", "n_head", "block"):
+        for name in SIZES:
             there, here = getattr(other, name), getattr(self, name)
             if there != here:
-                remedy = f"set [mixle] {name}={there}" if name in ("vocab_size", "block") else "use another flavor"
-                raise ConfigError(f"{what} has {name}={there}, and the model of {self.origin} {name}={here}; {remedy}")
+                raise ConfigError(
+                    f"{what} has {name}={there}, and the model of {self.origin} {name}={here}; "
+                    f"set [mixle] {name}={there}"
+                )
 
     def require_same_use(self, other: "ModelRecord") -> None:
         """Raise ConfigError unless both use the same weights in the same way, which weights do not show."""
@@ -165,7 +178,7 @@ def record_of_config(config: Path) -> ModelRecord:
     if name not in FLAVORS:
         raise ConfigError(f"{config}: model.flavor={name!r} is unknown; use one of {', '.join(FLAVORS)}")
     mixle = table.get("mixle", {})
-    sizes = {key: mixle[key] for key in ("vocab_size", "block") if key in mixle}
+    sizes = {key: mixle[key] for key in SIZES if key in mixle}
     if bad := [f"[mixle] {key}={value!r}" for key, value in sizes.items() if type(value) is not int or value < 1]:
         raise ConfigError(f"{config}: {bad[0]} must be a whole number of at least 1")
     training, validation = table.get("training", {}), table.get("validation", {})

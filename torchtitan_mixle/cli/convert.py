@@ -1,5 +1,6 @@
 """`torchtitan-mixle import` and `export`: models from and to other programs' files."""
 
+import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -50,7 +51,8 @@ def import_(
     if warning := warn_of_activation(model.record.activation):
         _warn(warning)
     import_model(model, out, overwrite=overwrite, track=_track)
-    print(f"{out}: {model.record.describe()}, from {model.kind}; start a run with --checkpoint.initial_load_path {out}")
+    flags = shlex.join(["--checkpoint.initial_load_path", str(out), *model.record.flags()])
+    print(f"{out}: {model.record.describe()}, from {model.kind}; start a run with {flags}")
 
 
 def export(

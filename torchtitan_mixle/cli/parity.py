@@ -16,7 +16,7 @@ from rich.table import Table
 
 from torchtitan_mixle.config_file import read_config
 from torchtitan_mixle.errors import ConfigError
-from torchtitan_mixle.failures import first_error
+from torchtitan_mixle.failures import first_error, last_lines
 from torchtitan_mixle.planning.layouts import Layout, parse_layout
 
 # Relative tolerances of (loss and norm at step 1, loss at later steps) by the dtype that the job computes in.
@@ -181,7 +181,8 @@ def _run(
         lines = Path(folder, "metrics.jsonl")
         records = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
     if returncode or len(records) != steps:
-        return Result(layout, [], [], first_error(errors) or f"ended with exit code {returncode}")
+        unknown = f"ended with exit code {returncode}; its last words:\n{last_lines(errors)}"
+        return Result(layout, [], [], first_error(errors) or unknown)
     return Result(layout, _series(records, "loss"), _series(records, "grad_norm"))
 
 

@@ -8,7 +8,7 @@ import torch.nn as nn
 from torchtitan.protocols.model import BaseModelArgs
 
 from torchtitan_mixle.errors import ConfigError
-from torchtitan_mixle.flavors import FLAVORS, Flavor
+from torchtitan_mixle.flavors import FLAVORS, SIZES, Flavor
 from torchtitan_mixle.metrics.counting import count_parameters, flops_per_token
 
 
@@ -35,10 +35,9 @@ class CausalLMArgs(BaseModelArgs):
     def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
         """Take over what the TOML says about the model (TorchTitan calls this before it builds the model)."""
         mixle = job_config.mixle
-        if mixle.vocab_size is not None:
-            self.vocab_size = mixle.vocab_size
-        if mixle.block is not None:
-            self.block = mixle.block
+        for name in SIZES:
+            if (value := getattr(mixle, name)) is not None:
+                setattr(self, name, value)
         self.mup_attention = mixle.mup_attention
         self.mup_output_multiplier = mixle.mup_output_multiplier
         self.seed = job_config.debug.seed or 0
@@ -46,7 +45,7 @@ class CausalLMArgs(BaseModelArgs):
 
     def validate(self) -> None:
         """Raise ConfigError unless these numbers build a model."""
-        for name in ("vocab_size", "d_model", "n_layer", "n_head", "block"):
+        for name in SIZES:
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"{name}={value}: must be at least 1")

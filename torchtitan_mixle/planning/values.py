@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_mixle.errors import ConfigError
+from torchtitan_mixle.flavors import SIZES
 from torchtitan_mixle.planning.sequence import METHODS, ORDERS
 
 Rule = tuple[Callable[[Any], bool], str]
@@ -47,8 +48,7 @@ def members_of(*values: str) -> Rule:
 _DTYPES = one_of("float32", "bfloat16")
 
 RULES: dict[str, Rule] = {
-    "mixle.vocab_size": or_unset(AT_LEAST_ONE),
-    "mixle.block": or_unset(AT_LEAST_ONE),
+    **{f"mixle.{name}": or_unset(AT_LEAST_ONE) for name in SIZES},
     "mixle.mup_attention": FLAG,
     "mixle.mup_output_multiplier": NUMBER,
     "mixle.peak_tflops": or_unset(POSITIVE),
