@@ -25,6 +25,7 @@ from torchtitan_mixle.checkpoint.record import record_of_job
 from torchtitan_mixle.data.datasets import is_token_source, open_source
 from torchtitan_mixle.data.loader import GlobalOrderLoader, TrainingSamples
 from torchtitan_mixle.errors import ConfigError
+from torchtitan_mixle.leaving import settle_at_exit
 from torchtitan_mixle.metrics.losses import NotedLoss
 from torchtitan_mixle.metrics.processor import CausalLMMetrics, build_metrics_processor
 from torchtitan_mixle.model.args import CausalLMArgs, FlavorArgs, args_of
@@ -42,6 +43,7 @@ def build_tokenizer(job_config: JobConfig) -> BaseTokenizer | None:
 
     TorchTitan's first call with the job's config, so the place for the start-up check.
     """
+    settle_at_exit()
     check_started_job(job_config)
     datasets = [job_config.training.dataset]
     if job_config.validation.enable:
