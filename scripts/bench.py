@@ -300,8 +300,9 @@ def llama3(settings: Settings, trainer: Any, folder: str) -> list[Contestant]:
         build_tokenizer_fn=None,
         build_dataloader_fn=Run().build_dataloader,
     )
-    register_train_spec("llama3_of_our_size", spec)
-    rival = build_trainer(settings, folder, "llama3_of_our_size")
+    name = f"llama3_like_{settings.flavor}_of_{settings.seq_len}"
+    register_train_spec(name, spec)
+    rival = build_trainer(settings, folder, name)
     hidden = rival.model_parts[0].layers["0"].feed_forward.w1.weight.shape[0]
     block = 4 * args.d_model**2 + 3 * args.d_model * hidden
     attention = 2 * args.d_model * settings.seq_len

@@ -19,7 +19,7 @@ BENCH = str(ROOT / "scripts" / "bench.py")
 def printed() -> str:
     """What the whole script prints for one short round of everything."""
     with contextlib.redirect_stdout(io.StringIO()) as output:
-        runpy.run_path(BENCH)["main"](seq_len=32, batch_size=2, steps=1, rounds=1)
+        runpy.run_path(BENCH)["main"](seq_len=16, batch_size=2, steps=1, rounds=1)
     return output.getvalue()
 
 
@@ -39,7 +39,7 @@ def test_every_rival_runs(ranks: RankPool) -> None:
     at = r"(?: at equal FLOPs per token \(theirs: ([\d,]+)\))?"
     ratios = re.findall(rf"  this package / (.+?){at}: ([\d,.]+) \(", text)
     assert [name for name, *_ in ratios] == rivals
-    flops_of_ours = 72 * 4 * 128**2 + 12 * 4 * 128 * 32 + 6 * 257 * 128
+    flops_of_ours = 72 * 4 * 128**2 + 12 * 4 * 128 * 16 + 6 * 257 * 128
     for name, flops, ratio in ratios:
         equal = flops_of_ours / int(flops.replace(",", "")) if flops else 1
         assert float(ratio.replace(",", "")) == pytest.approx(equal * rates[ours] / rates[name], rel=0.02), name

@@ -41,13 +41,17 @@ MATRIX = [
 ]
 
 
+PAIRED = {"parallelism.pipeline_parallel_microbatch_size": 2}
+"""Half as many microbatches: what a pipeline does with many is seen without context parallelism."""
+
+
 def check(
     ranks: RankPool, folder: Path, one_process: dict[str, Any], world_size: int, overrides: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Run a job of TINY's global batch and hold it to the bars."""
     pipeline = PIPELINE in overrides
     dp = overrides.get(SHARD, 1) * overrides.get(REPLICATE, 1)
-    job = TINY | (test_pipeline.EVEN if pipeline else {})
+    job = TINY | (test_pipeline.EVEN | PAIRED if pipeline else {})
     job |= {"training.local_batch_size": TINY["training.global_batch_size"] // dp, "job.dump_folder": str(folder)}
     results = ranks.run(steps_with_gradients, world_size, job | overrides)
     (test_pipeline if pipeline else test_layouts).compare(results, one_process)
