@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import RankPool
-from torchtitan_mixle.parallel.blockwise import pieces
+from torchtitan_mixle.parallel.blockwise import attend, attend_backward, pieces
 from torchtitan_mixle.planning.sequence import METHODS, ORDERS, chunks_of_rank, chunks_per_rank
 
 HEADS, SIZE, BATCH = 12, 8, 2
@@ -39,6 +39,21 @@ def test_the_pieces_are_the_causal_mask(cp: int, length: int, order: str) -> Non
             block = torch.ones(rows.stop - rows.start, columns.stop - columns.start, dtype=torch.int)
             seen[tokens(mine)[rows].unsqueeze(1), tokens(theirs)[columns]] += block.tril() if causal else block
     assert torch.equal(seen, torch.ones_like(seen).tril())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("causal", "n_queries", "n_keys"), [(True, 24, 24), (False, 24, 40)])
+def test_an_accelerators_kernels_take_what_they_are_given(
+    dtype: torch.dtype, causal: bool, n_queries: int, n_keys: int
+) -> None:
+    """By torch's description of them: without a GPU, arguments, shapes and dtypes are all that can be checked."""
+    q = torch.empty(2, 3, n_queries, 16, dtype=dtype, device="meta")
+    k, v = (torch.empty(2, 3, n_keys, 16, dtype=dtype, device="meta") for _ in range(2))
+    output, log_sum_exp = attend(q, k, v, causal, 0.1)
+    assert (output.shape, output.dtype) == (q.shape, dtype)
+    assert (log_sum_exp.shape, log_sum_exp.dtype) == (q.shape[:3], torch.float32)
+    for gradient, of in zip(attend_backward(output, q, k, v, output, log_sum_exp, causal, 0.1), (q, k, v), strict=True):
+        assert (gradient.shape, gradient.dtype) == (of.shape, of.dtype)
 
 
 def whole_attention(dtype: torch.dtype, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
