@@ -57,7 +57,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], str]] = {
 FROM_GPT2 = {name for name, (*_, start) in LAYOUTS.items() if "gpt2" in start}
 
 
-VALIDATED = ("1", "fsdp2xtp2")
+VALIDATED = ("1", "fsdp2xtp2", "pp2")
+AS_TRAINED = {"validation.seq_len": TINY["training.seq_len"], "validation.local_batch_size": 4}
+"""A pipeline validates with the shapes that it trains with."""
 IN_SEVERAL_FILES = {"pp2xfsdp2", "tp2xpp2"}
 
 
@@ -142,6 +144,8 @@ def runs(
             "validation.steps": -1,
             "job.dump_folder": str(folder),
         }
+        if PIPELINE in degrees:
+            degrees = degrees | AS_TRAINED
         results[name] = (
             folder,
             ranks.run(run, world_size, job | degrees, 10**6 if name in IN_SEVERAL_FILES else 10**9),
