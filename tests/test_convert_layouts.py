@@ -212,7 +212,7 @@ def test_a_mixle_model_of_no_flavors_size_is_trained(
     args = args_of(ConfigManager().parse_args(["--job.config_file", str(DEBUG_CONFIG), *words]))
     assert (args.vocab_size, args.d_model, args.n_layer, args.n_head, args.block) == (257, 48, 3, 6, 40)
 
-    flags = dict(zip(words[::2], words[1::2], strict=True))
+    flags = dict(zip(words[:-1:2], words[1:-1:2], strict=True))
     job = TINY | {key.removeprefix("--"): int(value) if value.isdecimal() else value for key, value in flags.items()}
     job |= {TENSOR: 2, "job.dump_folder": str(tmp_path / "run"), "training.local_batch_size": 8}
     job |= {"checkpoint.enable": True, "checkpoint.interval": 10}
@@ -222,14 +222,16 @@ def test_a_mixle_model_of_no_flavors_size_is_trained(
     assert results[0]["loss"] == pytest.approx(loss_in_mixle(lm, results), rel=1e-5)
 
 
-def test_flags_of_a_model() -> None:
-    small = FLAVORS["124M"]
-    assert ModelRecord.of(small).flags() == ["--model.flavor", "124M"]
-    padded = ModelRecord.of(replace(small, vocab_size=50304), mup_attention=True)
-    assert padded.flags() == ["--model.flavor", "124M", "--mixle.vocab_size", "50304", "--mixle.mup_attention"]
-    other = replace(small, n_head=6)
-    assert "--model.flavor" not in ModelRecord.of(other).flags()
-    assert ModelRecord.of(other).flags()[6:8] == ["--mixle.n_head", "6"]
+@pytest.mark.parametrize("mup_attention", [True, False])
+def test_flags_make_the_model_of_any_config(mup_attention: bool, tmp_path: Path) -> None:
+    from torchtitan.config import ConfigManager
+
+    config = tmp_path / "other.toml"
+    keys = f"[mixle]\nvocab_size = 300\nn_head = 2\nmup_attention = {str(not mup_attention).lower()}\n"
+    config.write_text(DEBUG_CONFIG.read_text() + keys)
+    record = ModelRecord.of(replace(FLAVORS["124M"], n_head=6), mup_attention=mup_attention)
+    args = args_of(ConfigManager().parse_args(["--job.config_file", str(config), *record.flags()]))
+    assert ModelRecord.of(args, mup_attention=args.mup_attention) == record
 
 
 @pytest.mark.slow
@@ -325,7 +327,9 @@ def test_weights_of_another_model_are_refused(start: tuple[LM, Path], tmp_path: 
     assert "has vocab_size=257, and the model of this config vocab_size=300; set [mixle] vocab_size=257" in check(
         in_hf | vocabulary
     )
-    assert "has tok.weight (257, 128) instead of (300, 128)" in check(ours | vocabulary)
+    said = check(ours | vocabulary)
+    assert "is of a model with vocab_size=257 (" in said
+    assert "and this model has vocab_size=300; start with --mixle.vocab_size 257 --mixle.d_model 128 " in said
     assert "is of a model with mup_attention=False" in check(ours | {"mixle.mup_attention": True})
     assert "holds safetensors, not a checkpoint" in check(folder)
     step = tmp_path / "checkpoint" / "step-7"

@@ -3,8 +3,12 @@
 import hashlib
 import threading
 import time
+from pathlib import Path
+from typing import Any
 
-from torchtitan_mixle.leaving import settle
+from tests.jobs import BRIEF, TINY, build_trainer
+from tests.ranks import RankPool
+from torchtitan_mixle.leaving import settle, settle_at_exit
 
 
 def test_a_busy_thread_is_waited_for() -> None:
@@ -21,10 +25,17 @@ def test_a_busy_thread_is_waited_for() -> None:
 
 def test_a_waiting_thread_is_not() -> None:
     go_on = threading.Event()
-    thread = threading.Thread(target=go_on.wait)
-    thread.start()
+    threading.Thread(target=go_on.wait, daemon=True).start()
     began = time.monotonic()
     settle()
     assert time.monotonic() - began < 0.5
     go_on.set()
-    thread.join()
+
+
+def waits_at_exit(job: dict[str, Any]) -> int:
+    build_trainer(job).close()
+    return settle_at_exit.cache_info().currsize
+
+
+def test_every_run_does(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(waits_at_exit, 1, TINY | BRIEF | {"job.dump_folder": str(tmp_path)}) == [1]

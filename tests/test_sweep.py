@@ -133,9 +133,12 @@ def test_errors_in_logs() -> None:
     assert failures.first_error("x\n[rank1]: terminate called without an active exception\ny") == (
         "terminate called without an active exception"
     )
-    network = "torch.distributed.DistNetworkError: EADDRINUSE"
-    assert failures.first_error(f"{network}\n") == network
-    assert failures.first_error(f"{network}\nKeyError: 1\n") == "KeyError: 1"
+    thrown = "terminate called after throwing an instance of 'c10::Error'\n  what():  no device\n"
+    assert (failures.first_error(thrown) or "").endswith("an instance of 'c10::Error' what():  no device")
+    assert failures.first_error(f"{thrown}KeyError: 1\n") == "KeyError: 1"
+    ended = "E1203 10:00:00 7 torch/distributed/elastic/multiprocessing/api.py:9] failed (exitcode: 3) local_rank: 0"
+    assert failures.last_lines(f"a\nlast words\n{ended}\nTraceback\n  torchrun's", 2) == f"last words\n{ended}"
+    assert failures.last_lines("a\nb\n\n", 2) == "a\nb"
     assert failures.was_killed("exitcode  : -9 (pid: 3)\n") and failures.out_of_memory("memory: 0.5GiB\n") is None
 
 

@@ -135,10 +135,12 @@ def test_hugging_face_text(ranks: RankPool, tmp_path: Path) -> None:
     # Its place is that of each rank, so it goes on on as many, and says so to any other number.
     job |= {"checkpoint.enable": True, "training.steps": 2, "job.dump_folder": str(tmp_path / "saved")}
     ranks.run(train, 2, job)
-    said = ranks.run(refusal, 1, job | {"training.steps": 3})[0]
-    assert "the place in training.dataset='c4_test' of each of 2 data-parallel ranks, and this job has 1; " in said
-    ranks.run(train, 1, job | {"training.steps": 3, "checkpoint.exclude_from_loading": ["dataloader"]})
-    assert [line["step"] for line in read_lines(tmp_path / "saved" / "metrics.jsonl")] == [1, 2, 3]
+    sharded = {"parallelism.data_parallel_shard_degree": 2, "parallelism.tensor_parallel_degree": 2}
+    ranks.run(train, 4, job | sharded | {"training.steps": 3})
+    said = ranks.run(refusal, 1, job | {"training.steps": 4})[0]
+    assert "the place in their text of each of 2 data-parallel ranks, and this job has 1; " in said
+    ranks.run(train, 1, job | {"training.steps": 4, "checkpoint.exclude_from_loading": ["dataloader"]})
+    assert [line["step"] for line in read_lines(tmp_path / "saved" / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
 def refusal(overrides: dict[str, Any]) -> str:

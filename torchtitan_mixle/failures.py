@@ -1,17 +1,16 @@
 """What went wrong with a run, from what its processes printed."""
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
 # torchrun and torch put the rank before a worker's lines; rich and torchrun draw boxes around them.
 _RANK = re.compile(r"^\[(?:rank|default|trainer)?\d+\]:\s?")
 _OPTIONS = ("Unrecognized options", "Invalid choice", "Invalid value")
-_EXCEPTION = re.compile(
-    r"^(?:[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|bad_alloc)\b|terminate called|Fatal Python error)"
-)
-_NOT_THE_CAUSE = ("ChildFailedError", "SignalException", "torch.distributed.elastic")
-_OF_OTHER_RANKS = ("DistNetworkError",)
-"""What the ranks that are left say when one has gone; seldom the cause."""
+_EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|bad_alloc)\b")
+_NOT_THE_CAUSE = ("ChildFailedError", "SignalException", "torch.distributed.elastic", "DistNetworkError")
+_CRASH = re.compile(r"^(?:terminate called|Fatal Python error)")
+_ENDED = re.compile(r"torch/distributed/elastic/.*\] failed \(exitcode")
 _OUT_OF_MEMORY = re.compile(
     r"OutOfMemoryError|(?:CUDA|HIP|XPU) (?:error: )?out of memory"
     r"|DefaultCPUAllocator: (?:can't allocate|not enough) memory|^MemoryError\b|std::bad_alloc|oom[-_ ]kill|OUT_OF_ME",
@@ -21,18 +20,24 @@ _KILLED = re.compile(r"Signal 9 \(SIGKILL\)|exitcode\s*:?\s*-9\b")
 
 
 def first_error(log: str) -> str | None:
-    """The line that says what went wrong: a ConfigError's, or else the first exception's."""
+    """The line that says what went wrong: a ConfigError's, or else the first exception's, or else a crash's."""
     lines = _lines(log)
     own = [line.split("ConfigError: ", 1)[1] for line in lines if "] ConfigError: " in line]
     options = [line for line in lines if line.startswith(_OPTIONS)]
     exceptions = [line for line in lines if _EXCEPTION.match(line) and not any(word in line for word in _NOT_THE_CAUSE)]
-    exceptions.sort(key=lambda line: any(word in line for word in _OF_OTHER_RANKS))
-    return next(iter(own + options + exceptions), None)
+    crashes = [
+        f"{line} {after}" if after.startswith("what():") else line
+        for line, after in pairwise([*lines, ""])
+        if _CRASH.match(line)
+    ]
+    return next(iter(own + options + exceptions + crashes), None)
 
 
-def last_lines(log: str, count: int = 30) -> str:
-    """The end of what a run printed, for where no line says what went wrong."""
-    return "\n".join(log.rstrip().splitlines()[-count:])
+def last_lines(log: str, count: int = 15) -> str:
+    """The last that a run's processes printed, without what torchrun says after them, for where no line tells more."""
+    lines = log.rstrip().splitlines()
+    ended = [i + 1 for i, line in enumerate(lines) if _ENDED.search(line)]
+    return "\n".join(lines[: ended[0] if ended else None][-count:])
 
 
 def out_of_memory(log: str) -> str | None:

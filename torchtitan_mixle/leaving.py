@@ -6,13 +6,16 @@ exception"): torchrun then calls a job failed that has done all its work (pytorc
 """
 
 import atexit
+import logging
 import threading
 import time
 from functools import cache
 from pathlib import Path
 
+logger = logging.getLogger(__name__)
+
 _PAUSE_SECONDS = 0.01
-_PATIENCE_SECONDS = 2.0
+_PATIENCE_SECONDS = 5.0
 _TASKS = Path("/proc/self/task")
 
 
@@ -26,7 +29,10 @@ def settle() -> None:
     """Wait until all other threads wait as well, twice in a row: one may have waited for the interpreter's lock."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     quiet = 0
-    while quiet < 2 and time.monotonic() < deadline:
+    while quiet < 2:
+        if time.monotonic() > deadline:
+            logger.warning("threads still run after %g s; leaving all the same", _PATIENCE_SECONDS)
+            return
         time.sleep(_PAUSE_SECONDS)  # the lock is free meanwhile
         quiet = 0 if _others_run() else quiet + 1
 
@@ -40,6 +46,6 @@ def _others_run() -> bool:
 def _state(task: Path) -> str:
     """A letter, as in proc(5); X for a thread that has just ended."""
     try:
-        return (task / "stat").read_text().rpartition(") ")[2][0]
+        return (task / "stat").read_bytes().rpartition(b") ")[2][:1].decode() or "X"
     except OSError:
         return "X"

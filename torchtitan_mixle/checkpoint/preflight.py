@@ -237,10 +237,9 @@ def _check_states(weights: Weights, job_config: Any, *, remedy: str) -> None:
     here = run_plan(job_config, dist.get_world_size()).data_parallel_degree if dist.is_initialized() else saved
     if saved not in (0, here):
         raise ConfigError(
-            f"{weights.folder} holds the place in training.dataset={dataset!r} of each of {saved} data-parallel ranks, "
+            f"{weights.folder} holds the place in their text of each of {saved} data-parallel ranks, "
             f"and this job has {here}; text that is read as it comes cannot be shared out anew: use {saved} of them, "
-            f"make a folder of tokens of it with `torchtitan-mixle prepare`, or begin it anew with "
-            f'checkpoint.exclude_from_loading=["dataloader"]'
+            f'or begin it anew with checkpoint.exclude_from_loading=["dataloader"]'
         )
 
 
@@ -256,20 +255,17 @@ def _check_given(job_config: Any, args: CausalLMArgs) -> tuple[GPT2Folder | None
         return None, "gelu"
     path = Path(checkpoint.initial_load_path)
     weights = Weights.open(path)
+    theirs = find_record(path)
+    if theirs is not None and (differing := [n for n in _FIXED if getattr(theirs, n) != getattr(args, n)]):
+        name = differing[0]
+        raise ConfigError(
+            f"checkpoint.initial_load_path={str(path)!r} is of a model with {name}={getattr(theirs, name)} "
+            f"({theirs.origin}), and this model has {name}={getattr(args, name)}; start with {' '.join(theirs.flags())}"
+        )
     weights.check(record)
     if not checkpoint.initial_load_model_only:
         _check_states(weights, job_config, remedy="set checkpoint.initial_load_model_only=true")
-    theirs = find_record(path)
-    if theirs is None:
-        return None, "gelu"
-    for name in ("n_head", "mup_attention"):
-        there, here = getattr(theirs, name), getattr(args, name)
-        if there != here:
-            raise ConfigError(
-                f"checkpoint.initial_load_path={str(path)!r} is of a model with {name}={there} ({theirs.origin}), and "
-                f"this model has {name}={here}; set [mixle] {name}={str(there).lower()}"
-            )
-    return None, theirs.activation
+    return None, "gelu" if theirs is None else theirs.activation
 
 
 def _recorded_activation(dump_folder: Path) -> str:

@@ -65,15 +65,8 @@ class ModelRecord:
 
     def flags(self) -> list[str]:
         """What makes the model of any job's config this one, on TorchTitan's command line."""
-        sizes = {name: getattr(self, name) for name in SIZES}
-        words: list[str] = []
-        for flavor, theirs in FLAVORS.items():
-            others = {name: value for name, value in sizes.items() if value != getattr(theirs, name)}
-            if others.keys() <= {"vocab_size", "block"}:
-                words, sizes = ["--model.flavor", flavor], others
-                break
-        words += [word for name, value in sizes.items() for word in (f"--mixle.{name}", str(value))]
-        return words + (["--mixle.mup_attention"] if self.mup_attention else [])
+        sizes = [word for name in SIZES for word in (f"--mixle.{name}", str(getattr(self, name)))]
+        return [*sizes, "--mixle.mup_attention" if self.mup_attention else "--mixle.no-mup_attention"]
 
     def require_same(self, other: ModelShape, *, what: str) -> None:
         """Raise ConfigError unless `other`, the model in `what`, has this record's size."""

@@ -1,5 +1,6 @@
 """The model's hyperparameters, and the flavors as TorchTitan wants them."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -50,7 +51,8 @@ class CausalLMArgs(BaseModelArgs):
             if value < 1:
                 raise ConfigError(f"{name}={value}: must be at least 1")
         if self.d_model % self.n_head:
-            divisors = [h for h in range(1, self.d_model + 1) if self.d_model % h == 0]
+            small = [h for h in range(1, math.isqrt(self.d_model) + 1) if self.d_model % h == 0]
+            divisors = {*small, *(self.d_model // h for h in small)}
             nearest = sorted(sorted(divisors, key=lambda h: abs(h - self.n_head))[:4])
             raise ConfigError(
                 f"n_head={self.n_head} must divide d_model={self.d_model}; "

@@ -91,7 +91,7 @@ def _check_head_size(shape: ModelShape, plan: RunPlan) -> None:
         raise ConfigError(
             f"heads of d_model={shape.d_model} / n_head={shape.n_head} = {head_size} with "
             f"parallelism.context_parallel_degree={plan.context_parallel_degree}: a GPU's flash attention needs a "
-            f"multiple of 8; use another flavor, or context_parallel_degree=1"
+            f"multiple of 8; use another [mixle] n_head, or context_parallel_degree=1"
         )
 
 
