@@ -267,7 +267,7 @@ def test_misspelt_keys_are_explained(tmp_path: Path) -> None:
     text = DEBUG_CONFIG.read_text()
     for line, message in (
         ("[training]\nseq_length = 3", r"'seq_length' is not a key of \[training\]; did you mean 'seq_len'\?"),
-        ("[mixle]\nn_head = 3\n[training]", r"'n_head' is not a key of \[mixle\]; there are block, "),
+        ("[mixle]\ndropout = 3\n[training]", r"'dropout' is not a key of \[mixle\]; there are block, "),
         ("[paralelism]\n[training]", r"'paralelism' is not a section; did you mean 'parallelism'\?"),
     ):
         config = tmp_path / "config.toml"

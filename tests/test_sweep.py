@@ -63,7 +63,7 @@ def test_every_point_of_a_shipped_sweep_can_run(name: str) -> None:
         ("[axes]\nparallelism.tensor_parralel_degree = [1, 2]\n", "did you mean 'parallelism.tensor_parallel_degree'"),
         ('[axes]\nparallelism.tensor_parallel_degree = [1, "2"]\n', "='2' must be a whole number, without quotes"),
         ("[override]\ntraining.seq_length = 8\n", "did you mean 'training.seq_len'"),
-        ("[override]\nmixle.n_head = 8\n", "'mixle.n_head' is not a key"),
+        ("[override]\nmixle.dropout = 8\n", "'mixle.dropout' is not a key"),
         ("[override]\ntraining.steps = 8\n", "sets it by its own key steps"),
         ("[axes]\nmetrics.log_freq = [1, 2]\n", "metrics.log_freq=2 must divide steps=3"),
         ('[axes]\nlayout = ["zp2"]\n', "layout 'zp2' is not understood"),
