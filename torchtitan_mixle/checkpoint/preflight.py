@@ -111,14 +111,18 @@ def _check_record(dump_folder: Path, args: CausalLMArgs) -> None:
         record = read_record(file)
     except ConfigError:
         return
-    differing = [name for name in _FIXED if getattr(record, name) != getattr(args, name)]
-    if not differing or not _describes_a_checkpoint(dump_folder):
+    name = _difference(record, args)
+    if name is None or not _describes_a_checkpoint(dump_folder):
         return
-    name = differing[0]
     raise ConfigError(
         f"{file} says {name}={getattr(record, name)}, and this config makes {name}={getattr(args, name)}: the "
         f"checkpoints there are of another model; set it back, or use another job.dump_folder"
     )
+
+
+def _difference(record: ModelRecord, args: CausalLMArgs) -> str | None:
+    """The first number or flag in which a recorded model is not the config's."""
+    return next((name for name in _FIXED if getattr(record, name) != getattr(args, name)), None)
 
 
 def _describes_a_checkpoint(dump_folder: Path) -> bool:
@@ -224,8 +228,12 @@ def _check_states(weights: Weights, job_config: Any, *, remedy: str) -> None:
     for state, prefix in _STATES.items():
         if state not in excluded and not any(name.startswith(prefix) for name in weights.others):
             raise ConfigError(f"{weights.folder} holds no {state}, so a run cannot go on from it; {remedy}")
-    if "dataloader" in excluded:
-        return
+    if "dataloader" not in excluded:
+        _check_place_in_data(weights, job_config, remedy=remedy)
+
+
+def _check_place_in_data(weights: Weights, job_config: Any, *, remedy: str) -> None:
+    """Raise ConfigError unless a checkpoint says where the job's data goes on, for as many ranks as it has."""
     dataset = job_config.training.dataset
     wanted = "dataloader.samples_consumed" if is_token_source(dataset) else "dataloader.world_size"
     if wanted not in weights.others:
@@ -256,8 +264,7 @@ def _check_given(job_config: Any, args: CausalLMArgs) -> tuple[GPT2Folder | None
     path = Path(checkpoint.initial_load_path)
     weights = Weights.open(path)
     theirs = find_record(path)
-    if theirs is not None and (differing := [n for n in _FIXED if getattr(theirs, n) != getattr(args, n)]):
-        name = differing[0]
+    if theirs is not None and (name := _difference(theirs, args)):
         raise ConfigError(
             f"checkpoint.initial_load_path={str(path)!r} is of a model with {name}={getattr(theirs, name)} "
             f"({theirs.origin}), and this model has {name}={getattr(args, name)}; start with {' '.join(theirs.flags())}"
